@@ -1,0 +1,1 @@
+"""safetensors and GGUF readers; streamed, checked loading into planned regions."""

@@ -1,0 +1,56 @@
+"""Options of one engine, with vLLM's spellings. Frozen; every default is stated here and nowhere else."""
+
+from dataclasses import dataclass
+
+from hotrack.core.errors import ConfigError
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+DEVICES = ("auto", "cpu", "cuda")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """``model``: folder, GGUF file, Hugging Face repo id or demo name.
+
+    ``kv_cache_memory_bytes`` wins over ``gpu_memory_utilization`` (a share of the device's memory for weights + KV +
+    workspace). Both None on CPU: KV for ``max_num_seqs`` full contexts, at most 1 GiB.
+    ``block_size``: tokens per KV block. ``pipeline_depth``: steps planned ahead of the device (0 or 1).
+    """
+
+    model: str
+    served_model_name: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    tensor_parallel_size: int = 1
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    block_size: int = 16
+    gpu_memory_utilization: float | None = None
+    kv_cache_memory_bytes: int | None = None
+    enable_prefix_caching: bool = True
+    enable_sleep_mode: bool = True
+    pipeline_depth: int = 1
+    num_threads: int | None = None
+    seed: int = 0
+    rank_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("device", self.device, DEVICES)
+        for name in ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "block_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if self.max_model_len is not None and self.max_model_len < 1:
+            raise ConfigError(f"--max-model-len must be at least 1, got {self.max_model_len}")
+        if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}"
+            )
+        if self.pipeline_depth not in (0, 1):
+            raise ConfigError(f"pipeline_depth must be 0 or 1, got {self.pipeline_depth}")
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"--{name} must be one of {', '.join(allowed)}; got {value!r}")

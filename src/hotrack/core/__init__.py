@@ -1,0 +1,1 @@
+"""Words shared by both planes: errors, states, sampling parameters, request types, clock. Standard library only."""

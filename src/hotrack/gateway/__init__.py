@@ -1,0 +1,1 @@
+"""OpenAI-compatible HTTP front of the pool; byte-exact streaming pass-through."""

@@ -1,0 +1,1 @@
+"""Operators: `ops` (dispatch), `reference` (plain torch)."""

@@ -1,0 +1,1 @@
+"""KV accounting (BlockPool, PrefixCache) and packed-row KV tensors."""

@@ -1,0 +1,1 @@
+"""Model building blocks and the ForwardBatch they take."""

@@ -1,0 +1,1 @@
+"""Launching, probing and speaking to member engines."""

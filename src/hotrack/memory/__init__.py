@@ -1,0 +1,1 @@
+"""Sleep and wake of tagged memory regions: Region, HostStore, Sleeper."""

@@ -1,0 +1,1 @@
+"""Router, experts, slot table."""

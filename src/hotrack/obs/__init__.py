@@ -1,0 +1,1 @@
+"""Logging and Prometheus metrics."""

@@ -1,0 +1,1 @@
+"""Memory ledger and capacity arithmetic (pure)."""

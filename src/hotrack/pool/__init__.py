@@ -1,0 +1,1 @@
+"""Which members own the devices now: run loop, SwapScheduler, eviction, Effects."""
