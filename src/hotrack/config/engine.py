@@ -12,7 +12,8 @@ DEVICES = ("auto", "cpu", "cuda")
 class EngineConfig:
     """``model``: folder, GGUF file, Hugging Face repo id or demo name.
 
-    ``kv_cache_memory_bytes`` wins over ``gpu_memory_utilization`` (a share of the device's memory for weights + KV +
+    ``kv_cache_memory_bytes`` wins over ``gpu_memory_utilization`` (a share of the device's memory for
+    weights + KV +
     workspace). Both None on CPU: KV for ``max_num_seqs`` full contexts, at most 1 GiB.
     ``block_size``: tokens per KV block. ``pipeline_depth``: steps planned ahead of the device (0 or 1).
     """

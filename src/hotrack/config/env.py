@@ -5,7 +5,8 @@ from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """Where models and sleeping members' host copies live: HOTRACK_CACHE, else $XDG_CACHE_HOME/hotrack, else ~/.cache/hotrack."""
+    """Where models and sleeping members' host copies live: HOTRACK_CACHE, else $XDG_CACHE_HOME/hotrack, else
+    ~/.cache/hotrack."""
     if value := os.environ.get("HOTRACK_CACHE"):
         return Path(value).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"

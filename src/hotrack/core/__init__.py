@@ -1,1 +1,2 @@
-"""Words shared by both planes: errors, states, sampling parameters, request types, clock. Standard library only."""
+"""Words shared by both planes: errors, states, sampling parameters, request types, clock. Standard library
+only."""

@@ -3,11 +3,12 @@
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from hotrack.core.lifecycle import FinishReason
 from hotrack.core.sampling import SamplingParams
 
-INT32 = "i"
+INT32: Literal["i"] = "i"
 
 
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
@@ -40,7 +41,8 @@ class EngineRequest:
 class TokenLogprobs:
     """Top candidates at one position, most likely first; the sampled token is always entry 0.
 
-    ``token_ids``: int32 buffer ``[k+1]``; ``logprobs``: float32 values ``[k+1]``; ``rank`` of the sampled token (1-based).
+    ``token_ids``: int32 buffer ``[k+1]``; ``logprobs``: float32 values ``[k+1]``; ``rank`` of the sampled
+    token (1-based).
     """
 
     token_ids: bytes
@@ -52,8 +54,10 @@ class TokenLogprobs:
 class EngineOutput:
     """What one step produced for one request.
 
-    ``tokens``: int32 buffer of new tokens (may be empty when only finishing). ``prompt_logprobs`` arrive once, with the
-    first token: entry i is about prompt token i+1. ``num_cached_tokens``: prompt tokens served by the prefix cache.
+    ``tokens``: int32 buffer of new tokens (may be empty when only finishing). ``prompt_logprobs`` arrive
+    once, with the
+    first token: entry i is about prompt token i+1. ``num_cached_tokens``: prompt tokens served by the prefix
+    cache.
     ``stop_token_id`` names the stop token that ended the sequence, if one did.
     """
 

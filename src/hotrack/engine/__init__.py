@@ -1,1 +1,2 @@
-"""Scheduler, step plans, model runner, sampler, rank processes, offline LLM. Importing this package loads no torch."""
+"""Scheduler, step plans, model runner, sampler, rank processes, offline LLM. Importing this package loads no
+torch."""

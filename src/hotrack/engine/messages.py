@@ -21,7 +21,8 @@ class AbortRequest(msgspec.Struct, tag="abort", frozen=True):
 
 
 class Control(msgspec.Struct, tag="control", frozen=True):
-    """``op``: 'sleep' | 'wake' | 'reset_prefix_cache' | 'stats' | 'pause' | 'resume' | 'shutdown'. Answered by a ControlReply."""
+    """``op``: 'sleep' | 'wake' | 'reset_prefix_cache' | 'stats' | 'pause' | 'resume' | 'shutdown'. Answered
+    by a ControlReply."""
 
     control_id: str
     op: str
@@ -44,7 +45,8 @@ class StepOutputs(msgspec.Struct, tag="outputs", frozen=True):
 
 
 class RankReady(msgspec.Struct, tag="ready", frozen=True):
-    """Sent once, when rank 0 can take requests. ``info``: num_blocks, max_model_len, weight_bytes, load_s, ..."""
+    """Sent once, when rank 0 can take requests. ``info``: num_blocks, max_model_len, weight_bytes, load_s,
+    ..."""
 
     rank: int
     pid: int
@@ -66,7 +68,8 @@ class LoadProgress(msgspec.Struct, tag="progress", frozen=True):
 
 
 class StepFrame(msgspec.Struct, tag="frame", frozen=True):
-    """Everything rank i needs to run step ``step`` exactly as rank 0 does. ``now``: rank 0's clock, in seconds."""
+    """Everything rank i needs to run step ``step`` exactly as rank 0 does. ``now``: rank 0's clock, in
+    seconds."""
 
     step: int
     adds: tuple[EngineRequest, ...] = ()

@@ -1,7 +1,8 @@
 """Per-layer cache kinds and the packed-row layout they are grouped into (no torch).
 
 A model returns one list of specs per layer. Layers with equal specs form a *group*; a group's storage is
-``[num_blocks, row_bytes]`` where one row holds one block of **all** layers of the group. A block is therefore one
+``[num_blocks, row_bytes]`` where one row holds one block of **all** layers of the group. A block is
+therefore one
 contiguous run of bytes: one descriptor to transfer, offload or copy.
 """
 
@@ -13,7 +14,8 @@ ROW_ALIGN = 64
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """Grows with the sequence: one entry per ``ratio`` tokens, addressed by block table, entry = position // ratio.
+    """Grows with the sequence: one entry per ``ratio`` tokens, addressed by block table, entry = position //
+    ratio.
 
     An entry is ``num_heads`` x (K ``k_dim`` + V ``v_dim``) elements of ``dtype_bytes``.
     """
@@ -50,9 +52,11 @@ CacheSpec = Paged | Window
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers that share one block table. ``layer_offsets[i]`` is the byte offset of ``layers[i]`` inside a row.
+    """Layers that share one block table. ``layer_offsets[i]`` is the byte offset of ``layers[i]`` inside a
+    row.
 
-    Inside a layer's slice the order is ``[K|V] x [num_heads] x [block_size] x [dim]`` (K of every head, then V), so one
+    Inside a layer's slice the order is ``[K|V] x [num_heads] x [block_size] x [dim]`` (K of every head, then
+    V), so one
     head's keys of a block are contiguous.
     """
 
@@ -68,7 +72,8 @@ class CacheGroup:
 
 
 def group_layers(layer_specs: Sequence[CacheSpec], block_size: int) -> tuple[CacheGroup, ...]:
-    """Group equal specs in order of first appearance; every layer slice starts on a ``ROW_ALIGN`` boundary."""
+    """Group equal specs in order of first appearance; every layer slice starts on a ``ROW_ALIGN``
+    boundary."""
     by_spec: dict[CacheSpec, list[int]] = {}
     for layer, spec in enumerate(layer_specs):
         by_spec.setdefault(spec, []).append(layer)

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding. ``dim`` rotated dims per head (NeoX half-split order), ``kind`` 'default' | 'linear' | 'llama3' | 'yarn'."""
+    """Rotary embedding. ``dim`` rotated dims per head (NeoX half-split order), ``kind`` 'default' | 'linear'
+    | 'llama3' | 'yarn'."""
 
     theta: float
     dim: int
@@ -29,7 +30,8 @@ class MoeSpec:
 class ModelSpec:
     """A decoder-only model, normalised from config.json or GGUF metadata.
 
-    ``family``: 'llama' | 'qwen3' | 'qwen3_moe'. ``dtype``: the checkpoint's dtype name ('bfloat16', 'float16', 'float32').
+    ``family``: 'llama' | 'qwen3' | 'qwen3_moe'. ``dtype``: the checkpoint's dtype name ('bfloat16',
+    'float16', 'float32').
     ``source``: the ``model_type`` as published, for messages.
     """
 

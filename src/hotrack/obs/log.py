@@ -19,7 +19,8 @@ class _Label(logging.Filter):
 
 
 def setup_logging(label: str, level: str | None = None) -> None:
-    """Configure the ``hotrack`` logger tree for this process. ``label``: e.g. 'gateway', 'smollm2', 'smollm2/rank0'."""
+    """Configure the ``hotrack`` logger tree for this process. ``label``: e.g. 'gateway', 'smollm2',
+    'smollm2/rank0'."""
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(_Label(label))
     handler.setFormatter(logging.Formatter(FORMAT, datefmt="%H:%M:%S"))
