@@ -1,0 +1,180 @@
+"""config.json -> ModelSpec, for the families hotrack serves. Both the older and the newer spelling of every field."""
+
+from pathlib import Path
+
+from hotrack.core.errors import CheckpointError
+from hotrack.modelspec.fields import Fields, read_json_object, shorten
+from hotrack.modelspec.spec import ModelSpec, MoeSpec, RopeSpec
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+QWEN3_HEAD_DIM = 128  # Qwen3Config's own default; the other families derive hidden_size / num_attention_heads
+MAX_VOCAB = 1 << 22
+MAX_WIDTH = 1 << 20
+MAX_LAYERS = 4096
+MAX_HEADS = 1 << 14
+MAX_EXPERTS = 1 << 14
+MAX_POSITIONS = 1 << 28
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def load_spec(folder: Path) -> ModelSpec:
+    """Read ``config.json`` (and the end-of-sequence ids of ``generation_config.json``) of a model folder.
+
+    Raises CheckpointError when a file is missing, damaged or describes something hotrack does not serve.
+    """
+    config = read_json_object(folder / "config.json")
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        eos = read_json_object(generation).get("eos_token_id")
+        if eos is not None:
+            config = {**config, "eos_token_id": eos}
+    return parse_config(config, where=str(folder / "config.json"))
+
+
+def parse_config(config: dict[str, object], where: str = "config.json") -> ModelSpec:
+    """Normalise a ``config.json`` object.
+
+    Raises CheckpointError naming the field, what was found and what is accepted; an unknown architecture names the
+    supported ones.
+    """
+    fields = Fields(config, where)
+    family = _family(fields)
+    _refuse_unsupported(fields)
+    num_heads = fields.integer("num_attention_heads", high=MAX_HEADS)
+    hidden_size = fields.integer("hidden_size", high=MAX_WIDTH)
+    head_dim = fields.integer(
+        "head_dim",
+        high=4096,
+        default=QWEN3_HEAD_DIM if family == "qwen3" else max(hidden_size // num_heads, 1),
+    )
+    num_layers = fields.integer("num_hidden_layers", high=MAX_LAYERS)
+    vocab_size = fields.integer("vocab_size", high=MAX_VOCAB)
+    eos = fields.integers("eos_token_id", high=vocab_size - 1, max_len=1024)
+    bos = fields.integers("bos_token_id", high=vocab_size - 1, max_len=1)
+    spec = ModelSpec(
+        family=family,
+        source=fields.text("model_type", default=family),
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=fields.integer("num_key_value_heads", high=MAX_HEADS, default=num_heads),
+        head_dim=head_dim,
+        intermediate_size=fields.integer("intermediate_size", high=MAX_WIDTH),
+        rms_norm_eps=fields.number("rms_norm_eps", low=0.0, high=1.0, default=1e-6),
+        max_position_embeddings=fields.integer("max_position_embeddings", high=MAX_POSITIONS),
+        rope=_rope(fields, head_dim),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
+        qk_norm=family != "llama",
+        attention_bias=fields.flag("attention_bias", default=False),
+        mlp_bias=family == "llama" and fields.flag("mlp_bias", default=False),
+        moe=_moe(fields, num_layers) if family == "qwen3_moe" else None,
+        dtype=_dtype(fields),
+        bos_token_id=bos[0] if bos else None,
+        eos_token_ids=eos,
+    )
+    check_spec(spec, where)
+    return spec
+
+
+def check_spec(spec: ModelSpec, where: str) -> None:
+    """What must hold between fields, whatever file they came from."""
+    if spec.num_heads % spec.num_kv_heads:
+        raise CheckpointError(
+            f"{where}: {spec.num_heads} attention heads cannot share {spec.num_kv_heads} key/value heads evenly"
+        )
+    if spec.head_dim % 2:
+        raise CheckpointError(f"{where}: head_dim must be even for rotary embeddings, found {spec.head_dim}")
+    if spec.moe and spec.moe.top_k > spec.moe.num_experts:
+        raise CheckpointError(
+            f"{where}: num_experts_per_tok is {spec.moe.top_k}, but there are only {spec.moe.num_experts} experts"
+        )
+
+
+def _family(fields: Fields) -> str:
+    model_type = fields.text("model_type", default="")
+    listed = fields.get("architectures")
+    names = listed if isinstance(listed, list) else []
+    by_architecture = {architecture: family for family, architecture in ARCHITECTURES.items()}
+    family = model_type or next((by_architecture[n] for n in names if n in by_architecture), "")
+    if family not in ARCHITECTURES or (names and ARCHITECTURES[family] not in names):
+        found = ", ".join(shorten(n) for n in names[:4]) or "no architectures"
+        supported = ", ".join(f"{a} ({f})" for f, a in ARCHITECTURES.items())
+        raise CheckpointError(
+            f"{fields.where}: unsupported architecture {found} (model_type {shorten(model_type)!r}); "
+            f"hotrack serves {supported}",
+            code="unsupported_architecture",
+        )
+    return family
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    """Options that change the computation in a way these families' code does not implement."""
+    if fields.get("quantization_config") is not None:
+        method = fields.section("quantization_config").get("quant_method")
+        raise CheckpointError(
+            f"{fields.where}: the checkpoint is quantised ({shorten(method)}); use the bfloat16 release or a GGUF file"
+        )
+    if (activation := fields.text("hidden_act", default="silu")) != "silu":
+        raise CheckpointError(
+            f"{fields.where}: hidden_act {shorten(activation)!r} is not supported; 'silu' is"
+        )
+    layer_types = fields.get("layer_types")
+    windowed = isinstance(layer_types, list) and any(t != "full_attention" for t in layer_types)
+    if windowed or fields.flag("use_sliding_window", default=False):
+        raise CheckpointError(f"{fields.where}: sliding-window attention is not supported for this family")
+
+
+def _dtype(fields: Fields) -> str:
+    name = fields.text("dtype", "torch_dtype", default="bfloat16").removeprefix("torch.")
+    if name not in DTYPES:
+        raise fields.fail("dtype", f"one of {', '.join(DTYPES)}", name)
+    return name
+
+
+def _rope(fields: Fields, head_dim: int) -> RopeSpec:
+    """``rope_parameters`` (newer) or ``rope_theta`` + ``rope_scaling`` with ``rope_type`` or ``type`` (older)."""
+    scaling = fields.section("rope_parameters", "rope_scaling")
+    theta_source = scaling if scaling.get("rope_theta") is not None else fields
+    theta = theta_source.number("rope_theta", low=1.0, high=1e12, default=10_000.0)
+    for source in (scaling, fields):
+        if source.number("partial_rotary_factor", low=0.0, high=1.0, default=1.0) != 1.0:
+            raise CheckpointError(
+                f"{source.where}: partial rotary embeddings are not supported for this family"
+            )
+    kind = scaling.text("rope_type", "type", default="default")
+    if kind == "default":
+        return RopeSpec(theta=theta, dim=head_dim)
+    factor = scaling.number("factor", low=1.0, high=1e4)
+    if kind == "linear":
+        return RopeSpec(theta=theta, dim=head_dim, kind=kind, factor=factor)
+    if kind == "llama3":
+        params = {
+            "low_freq_factor": scaling.number("low_freq_factor", low=1e-6, high=1e6),
+            "high_freq_factor": scaling.number("high_freq_factor", low=1e-6, high=1e6),
+            "original_max_position_embeddings": scaling.number(
+                "original_max_position_embeddings", low=1.0, high=float(MAX_POSITIONS)
+            ),
+        }
+        if params["high_freq_factor"] <= params["low_freq_factor"]:
+            raise CheckpointError(f"{scaling.where}: high_freq_factor must be larger than low_freq_factor")
+        return RopeSpec(theta=theta, dim=head_dim, kind=kind, factor=factor, params=params)
+    raise CheckpointError(
+        f"{scaling.where}: rope type {shorten(kind)!r} is not supported; default, linear and llama3 are"
+    )
+
+
+def _moe(fields: Fields, num_layers: int) -> MoeSpec:
+    step = fields.integer("decoder_sparse_step", high=MAX_LAYERS, default=1)
+    dense = fields.integers("mlp_only_layers", high=MAX_LAYERS, max_len=MAX_LAYERS)
+    return MoeSpec(
+        num_experts=fields.integer("num_experts", "num_local_experts", high=MAX_EXPERTS),
+        top_k=fields.integer("num_experts_per_tok", high=MAX_EXPERTS),
+        intermediate_size=fields.integer("moe_intermediate_size", high=MAX_WIDTH),
+        norm_topk_prob=fields.flag("norm_topk_prob", default=False),
+        sparse_layers=tuple(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0),
+    )
