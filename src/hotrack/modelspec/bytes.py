@@ -13,7 +13,7 @@ def num_parameters(spec: ModelSpec) -> int:
 
 
 def num_active_parameters(spec: ModelSpec) -> int:
-    """Parameters one token passes through: top-k experts, not all; the output head, not the embedding lookup."""
+    """Parameters one token passes through: top-k experts only; the head, not the embedding lookup."""
     inactive = 0
     if spec.moe:
         per_expert = 3 * spec.hidden_size * spec.moe.intermediate_size

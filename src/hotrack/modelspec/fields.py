@@ -1,4 +1,4 @@
-"""Checked access to hostile key/value data (config.json, GGUF metadata): right type, sane range, or a clear error."""
+"""Checked access to hostile key/value data (config.json, GGUF metadata): right type and range, or an error."""
 
 import json
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ def read_json_object(path: Path) -> dict[str, object]:
         size = path.stat().st_size
         if size > MAX_JSON_BYTES:
             raise CheckpointError(
-                f"{path} is {size} bytes; a JSON file of a model has at most {MAX_JSON_BYTES}"
+                f"{path} has {size} bytes; a model's JSON file has at most {MAX_JSON_BYTES}"
             )
         return parse_json_object(path.read_bytes(), str(path))
     except OSError as e:
@@ -45,10 +45,10 @@ def shorten(value: object, limit: int = 80) -> str:
 
 
 class Fields:
-    """Typed look-ups in one mapping. Several names mean several spellings of one field: the first present wins.
+    """Typed look-ups in one mapping. Several names are several spellings of one field: the first present wins.
 
-    A missing field without a default, and a value of the wrong type or out of range, is a CheckpointError that names
-    the file, the field, what was found and what is accepted. JSON null counts as missing.
+    A missing field without a default, or a value of the wrong type or out of range, is a CheckpointError that
+    names the file, the field, what was found and what is accepted. JSON null counts as missing.
     """
 
     def __init__(self, values: Mapping[str, object], where: str) -> None:
@@ -104,7 +104,7 @@ class Fields:
         return value
 
     def integers(self, *names: str, high: int, max_len: int) -> tuple[int, ...]:
-        """A list of integers in [0, high]; a single integer is a list of one, a missing field an empty one."""
+        """A list of integers in [0, high]; one integer is a list of one, a missing field an empty list."""
         value = self.get(*names)
         items = [] if value is None else value if isinstance(value, list) else [value]
         good = len(items) <= max_len and all(

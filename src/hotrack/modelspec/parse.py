@@ -1,4 +1,4 @@
-"""config.json -> ModelSpec, for the families hotrack serves. Both the older and the newer spelling of every field."""
+"""config.json -> ModelSpec for the families hotrack serves, in the older and newer spelling of every field."""
 
 from pathlib import Path
 
@@ -16,6 +16,7 @@ MAX_VOCAB = 1 << 22
 MAX_WIDTH = 1 << 20
 MAX_LAYERS = 4096
 MAX_HEADS = 1 << 14
+MAX_HEAD_DIM = 4096
 MAX_EXPERTS = 1 << 14
 MAX_POSITIONS = 1 << 28
 DTYPES = ("bfloat16", "float16", "float32")
@@ -38,7 +39,7 @@ def load_spec(folder: Path) -> ModelSpec:
 def parse_config(config: dict[str, object], where: str = "config.json") -> ModelSpec:
     """Normalise a ``config.json`` object.
 
-    Raises CheckpointError naming the field, what was found and what is accepted; an unknown architecture names the
+    Raises CheckpointError naming the field, what was found and what is accepted; for an unknown architecture the
     supported ones.
     """
     fields = Fields(config, where)
@@ -85,13 +86,14 @@ def check_spec(spec: ModelSpec, where: str) -> None:
     """What must hold between fields, whatever file they came from."""
     if spec.num_heads % spec.num_kv_heads:
         raise CheckpointError(
-            f"{where}: {spec.num_heads} attention heads cannot share {spec.num_kv_heads} key/value heads evenly"
+            f"{where}: num_attention_heads {spec.num_heads} is not a multiple of "
+            f"num_key_value_heads {spec.num_kv_heads}"
         )
     if spec.head_dim % 2:
         raise CheckpointError(f"{where}: head_dim must be even for rotary embeddings, found {spec.head_dim}")
     if spec.moe and spec.moe.top_k > spec.moe.num_experts:
         raise CheckpointError(
-            f"{where}: num_experts_per_tok is {spec.moe.top_k}, but there are only {spec.moe.num_experts} experts"
+            f"{where}: num_experts_per_tok is {spec.moe.top_k}, but num_experts is {spec.moe.num_experts}"
         )
 
 
@@ -117,7 +119,8 @@ def _refuse_unsupported(fields: Fields) -> None:
     if fields.get("quantization_config") is not None:
         method = fields.section("quantization_config").get("quant_method")
         raise CheckpointError(
-            f"{fields.where}: the checkpoint is quantised ({shorten(method)}); use the bfloat16 release or a GGUF file"
+            f"{fields.where}: the checkpoint is quantised ({shorten(method)}), which is not supported; "
+            "use the bfloat16 release or a GGUF file"
         )
     if (activation := fields.text("hidden_act", default="silu")) != "silu":
         raise CheckpointError(
@@ -137,7 +140,7 @@ def _dtype(fields: Fields) -> str:
 
 
 def _rope(fields: Fields, head_dim: int) -> RopeSpec:
-    """``rope_parameters`` (newer) or ``rope_theta`` + ``rope_scaling`` with ``rope_type`` or ``type`` (older)."""
+    """``rope_parameters`` (newer), or ``rope_theta`` and ``rope_scaling`` with ``rope_type`` or ``type`` (older)."""
     scaling = fields.section("rope_parameters", "rope_scaling")
     theta_source = scaling if scaling.get("rope_theta") is not None else fields
     theta = theta_source.number("rope_theta", low=1.0, high=1e12, default=10_000.0)
