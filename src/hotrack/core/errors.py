@@ -10,7 +10,7 @@ renderer has no cases, and a message that says what was asked, what was found an
         ModelNotFoundError, ContextLengthError, PayloadTooLargeError, UnauthorizedError, ForbiddenError
       UnavailableError          ours, and temporary (429 / 503 / 504); carries retry_after_s
         QueueFullError, ModelAsleepError, ModelStartingError, WakeFailedError, DrainingError,
-        InsufficientMemoryError, DeadlineExceededError, MemberFailedError
+        InsufficientMemoryError, DeadlineExceededError, MemberFailedError, BadGatewayError
       EngineDeadError           a rank or the engine process is gone
       TransitionError           sleep or wake did not happen; the state is the one before
         SleepError, WakeError, ChecksumError
@@ -138,6 +138,14 @@ class DeadlineExceededError(UnavailableError):
 
 class MemberFailedError(UnavailableError):
     code = "member_failed"
+
+
+class BadGatewayError(UnavailableError):
+    """A member answered with something that is not a proper HTTP response, or stopped half way."""
+
+    status = 502
+    type = "upstream_error"
+    code = "bad_gateway"
 
 
 class EngineDeadError(HotrackError):
