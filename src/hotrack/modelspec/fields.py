@@ -1,4 +1,4 @@
-"""Checked access to hostile key/value data (config.json, GGUF metadata): right type and range, or an error."""
+"""Checked access to hostile data (config.json, GGUF metadata): right type and range, or an error."""
 
 import json
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ def shorten(value: object, limit: int = 80) -> str:
 
 
 class Fields:
-    """Typed look-ups in one mapping. Several names are several spellings of one field: the first present wins.
+    """Typed look-ups in one mapping. Several names are spellings of one field: the first present wins.
 
     A missing field without a default, or a value of the wrong type or out of range, is a CheckpointError that
     names the file, the field, what was found and what is accepted. JSON null counts as missing.

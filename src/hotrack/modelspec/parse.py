@@ -1,4 +1,4 @@
-"""config.json -> ModelSpec for the families hotrack serves, in the older and newer spelling of every field."""
+"""config.json -> ModelSpec for the families hotrack serves, in old and new spellings of every field."""
 
 from pathlib import Path
 
@@ -39,8 +39,8 @@ def load_spec(folder: Path) -> ModelSpec:
 def parse_config(config: dict[str, object], where: str = "config.json") -> ModelSpec:
     """Normalise a ``config.json`` object.
 
-    Raises CheckpointError naming the field, what was found and what is accepted; for an unknown architecture the
-    supported ones.
+    Raises CheckpointError naming the field, what was found and what is accepted; for an unknown architecture
+    the supported ones.
     """
     fields = Fields(config, where)
     family = _family(fields)
@@ -140,7 +140,7 @@ def _dtype(fields: Fields) -> str:
 
 
 def _rope(fields: Fields, head_dim: int) -> RopeSpec:
-    """``rope_parameters`` (newer), or ``rope_theta`` and ``rope_scaling`` with ``rope_type`` or ``type`` (older)."""
+    """``rope_parameters`` (newer), or ``rope_theta`` and ``rope_scaling`` (older, ``type`` or ``rope_type``)."""
     scaling = fields.section("rope_parameters", "rope_scaling")
     theta_source = scaling if scaling.get("rope_theta") is not None else fields
     theta = theta_source.number("rope_theta", low=1.0, high=1e12, default=10_000.0)
