@@ -196,7 +196,7 @@ def _top_p_threshold(
 
 
 def _nucleus_edge(descending: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-!!ONE     """[N] value of the nucleus's last token; [N] whether ``descending`` [N, C] reaches the mass ``target``."""
+    """[N] value of the last token of the nucleus; [N] whether ``descending`` [N, C] reaches ``target``."""
     mass = descending.exp().cumsum(dim=-1, dtype=torch.float64)
     last = (mass < target.unsqueeze(-1)).sum(dim=-1)
     value = descending.gather(-1, last.clamp_max(descending.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
