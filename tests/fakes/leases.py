@@ -1,0 +1,54 @@
+"""Pools for gateway tests: always awake, or scripted."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from hotrack.members.endpoint import Endpoint
+
+
+@dataclass
+class FakeLease:
+    endpoint: Endpoint
+    abandoned: asyncio.Event = field(default_factory=asyncio.Event)
+    num_first_bytes: int = 0
+
+    def first_byte(self) -> None:
+        self.num_first_bytes += 1
+
+
+class FakeLeases:
+    """Grants every lease once ``gate`` is set, or raises ``error()``. Counts what is held."""
+
+    def __init__(self, endpoint: Endpoint, error: Callable[[], Exception] | None = None) -> None:
+        self.endpoint = endpoint
+        self.error = error
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.held: list[FakeLease] = []
+        self.asked: list[dict[str, object]] = []
+        self.num_released = 0
+        self.num_withdrawn = 0
+
+    @asynccontextmanager
+    async def lease(
+        self, model: str, *, deadline_s: float | None, priority: int, request_id: str
+    ) -> AsyncIterator[FakeLease]:
+        self.asked.append(
+            {"model": model, "deadline_s": deadline_s, "priority": priority, "request_id": request_id}
+        )
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.num_withdrawn += 1
+            raise
+        if self.error is not None:
+            raise self.error()
+        lease = FakeLease(self.endpoint)
+        self.held.append(lease)
+        try:
+            yield lease
+        finally:
+            self.held.remove(lease)
+            self.num_released += 1
