@@ -92,6 +92,10 @@ class KVCacheManager:
         """Blocks per group that ``slot`` holds."""
         return self._groups[0].held[slot]
 
+    def named(self, slot: int) -> int:
+        """Leading blocks of ``slot`` that were offered to the prefix cache."""
+        return self._groups[0].named[slot]
+
     def exclusive(self, slot: int) -> int:
         """Blocks that releasing ``slot`` would make available (those no other slot shares)."""
         group = self._groups[0]
