@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from hotrack.core.request import TokenLogprobs
-from hotrack.engine.sampling_batch import Penalties, SamplingBatch, SparseBias
+from hotrack.engine.sampling_batch import Penalties, RandomRows, SamplingBatch, SparseBias
 
 INVALID_TOKEN = -1
 _BLOCK = 256  # tokens per block of the two-level cumulative sum
+_TIES = 16  # candidates beyond top_k, for tokens tied with the last one
 _NUCLEUS_CANDIDATES = 128
 _MORE_CANDIDATES = 4096
 _TOPK_LIMIT = 512  # above this torch.topk is slower on CPU than a partition
@@ -63,10 +64,16 @@ class Sampler:
     def __call__(self, logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
         """``logits``: float32 [R, V], unchanged on return."""
         processed = apply_penalties(apply_bias(logits, batch.bias), batch.penalties)
-        highest, greedy = processed.max(dim=-1)
-        tokens = torch.where(highest.isfinite(), greedy, INVALID_TOKEN)
-        if not batch.all_greedy:
-            tokens = _merge_random(tokens, processed, highest, batch)
+        if batch.num_random < batch.num_rows:
+            highest, tokens = processed.max(dim=-1)
+            tokens = torch.where(highest.isfinite(), tokens, INVALID_TOKEN)
+        else:
+            tokens = torch.empty(batch.num_rows, dtype=torch.int64, device=logits.device)
+        for group in batch.random:
+            if group.rows is None:
+                tokens = _sample(processed, group)
+            else:
+                tokens[group.rows] = _sample(processed[group.rows], group)
         return SamplerOutput(tokens.int(), _sampled_logprobs(logits, tokens, batch))
 
 
@@ -113,46 +120,69 @@ def _sampled_logprobs(logits: Tensor, tokens: Tensor, batch: SamplingBatch) -> L
     return compute_logprobs(logits[rows], tokens[rows], batch.num_logprobs)
 
 
-def _merge_random(tokens: Tensor, logits: Tensor, highest: Tensor, batch: SamplingBatch) -> Tensor:
-    rows = batch.random_rows
-    if rows is None:
-        return _sample_random(logits, highest.unsqueeze(-1), batch)
-    return tokens.index_copy(0, rows, _sample_random(logits[rows], highest[rows].unsqueeze(-1), batch))
+def _sample(logits: Tensor, group: RandomRows) -> Tensor:
+    """int64 [N] for float32 [N, V]."""
+    if not group.few_candidates or logits.device.type != "cpu":
+        return _sample_vocabulary(logits, group)
+    tokens, unsure = _sample_candidates(logits, group)
+    rest = unsure.nonzero().squeeze(-1)  # on other devices this look at the host would stall the queue
+    if rest.numel():
+        tokens[rest] = _sample_vocabulary(logits[rest], group.take(rest))
+    return tokens
 
 
-def _sample_random(logits: Tensor, highest: Tensor, batch: SamplingBatch) -> Tensor:
-    """int64 [N]. ``logits`` [N, V] and their maxima ``highest`` [N, 1], both before temperature."""
-    assert batch.temperature is not None, f"{batch.num_random=}"
-    assert batch.uniforms is not None, f"{batch.num_random=}"
+def _sample_candidates(logits: Tensor, group: RandomRows) -> tuple[Tensor, Tensor]:
+    """Rows with a small top_k: draw from their ``top_k`` best tokens alone.
+
+    Returns int64 [N] tokens and bool [N]: more tokens are tied with the last one than there were candidates.
+    """
+    assert group.top_k is not None, f"{group.max_top_k=}"
+    count = min(group.max_top_k + _TIES, logits.shape[-1])
+    values, ids = logits.topk(count, dim=-1)
+    kth = values.gather(-1, group.top_k - 1)
+    weights = ((values - values[:, :1]) / group.temperature).double().exp()
+    keep = values >= kth
+    if group.log_min_p is not None:
+        keep &= weights >= group.log_min_p.exp()
+    weights = torch.where(keep, weights, 0.0)
+    if group.top_p is not None:
+        mass = weights.cumsum(dim=-1)
+        last = (mass < mass[:, -1:] * group.top_p).sum(dim=-1, keepdim=True)
+        weights = torch.where(values >= values.gather(-1, last), weights, 0.0)
+    ids, order = ids.sort(dim=-1)
+    ends = weights.gather(-1, order).cumsum(dim=-1)
+    drawn = torch.searchsorted(ends, group.uniforms * ends[:, -1:], right=True)
+    tokens = ids.gather(-1, drawn.clamp_max(count - 1)).squeeze(-1)
+    unsure = (values[:, -1:] >= kth).squeeze(-1) & (count < logits.shape[-1])
+    return torch.where(values[:, 0].isfinite(), tokens, INVALID_TOKEN), unsure
+
+
+def _sample_vocabulary(logits: Tensor, group: RandomRows) -> Tensor:
+    """int64 [N]: draw from the whole vocabulary, cut by one threshold per row."""
+    highest = logits.amax(dim=-1, keepdim=True)
     # Subtracting the maximum first keeps a tiny temperature from overflowing: the best token is at exactly 0.
-    scaled = (logits - highest).div_(batch.temperature)
+    scaled = (logits - highest).div_(group.temperature)
     weights = scaled.exp()
-    threshold = batch.log_min_p
-    candidates = _descending_candidates(scaled, batch)
-    if batch.top_k is not None:
-        threshold = _top_k_threshold(candidates, batch.top_k, threshold)
-    if batch.top_p is not None:
-        threshold = _top_p_threshold(scaled, weights, candidates, batch.top_p, threshold)
+    threshold = group.log_min_p
+    if group.top_k is not None:
+        kth = _descending(scaled, group.max_top_k).gather(-1, (group.top_k - 1).clamp_min(0))
+        threshold = _larger(torch.where(group.top_k > 0, kth, -torch.inf), threshold)
+    if group.top_p is not None:
+        threshold = _larger(_nucleus_threshold(scaled, weights, group.top_p, threshold), threshold)
     if threshold is not None:
         weights = torch.where(scaled >= threshold, weights, 0.0)
-    return torch.where(highest.isfinite().squeeze(-1), _inverse_cdf(weights, batch.uniforms), INVALID_TOKEN)
+    return torch.where(highest.isfinite().squeeze(-1), _inverse_cdf(weights, group.uniforms), INVALID_TOKEN)
 
 
-def _descending_candidates(scaled: Tensor, batch: SamplingBatch) -> Tensor:
-    """[N, C] largest values per row, descending: enough for every top-k, and usually for the nucleus."""
-    num_tokens = scaled.shape[-1]
-    wanted = max(batch.max_top_k, _NUCLEUS_CANDIDATES if batch.top_p is not None else 0)
-    if wanted == 0:
-        return scaled[:, :0]
-    if scaled.device.type != "cpu":
-        if (
-            batch.top_p is not None
-        ):  # no look at the host to see whether candidates suffice, so sort everything
-            return scaled.sort(dim=-1, descending=True).values
-        return scaled.topk(min(wanted, num_tokens), dim=-1).values
-    if wanted <= min(_TOPK_LIMIT, num_tokens):
-        return scaled.topk(wanted, dim=-1).values
-    return _sort_descending(scaled, wanted)
+def _larger(a: Tensor, b: Tensor | None) -> Tensor:
+    return a if b is None else torch.maximum(a, b)
+
+
+def _descending(scaled: Tensor, count: int) -> Tensor:
+    """[N, count] largest values per row, descending."""
+    if scaled.device.type != "cpu" or count <= _TOPK_LIMIT:
+        return scaled.topk(min(count, scaled.shape[-1]), dim=-1).values
+    return _sort_descending(scaled, count)
 
 
 def _sort_descending(scaled: Tensor, count: int) -> Tensor:
@@ -164,43 +194,32 @@ def _sort_descending(scaled: Tensor, count: int) -> Tensor:
     return torch.from_numpy(np.sort(values, axis=-1)[:, ::-1].copy())
 
 
-def _top_k_threshold(candidates: Tensor, top_k: Tensor, threshold: Tensor | None) -> Tensor:
-    kth = candidates.gather(-1, (top_k - 1).clamp_min(0).unsqueeze(-1))
-    kth = torch.where(top_k.unsqueeze(-1) > 0, kth, -torch.inf)
-    return kth if threshold is None else torch.maximum(kth, threshold)
-
-
-def _top_p_threshold(
-    scaled: Tensor, weights: Tensor, candidates: Tensor, top_p: Tensor, threshold: Tensor | None
-) -> Tensor:
-    """[N, 1]: the larger of ``threshold`` and the value of the last token of the nucleus, that is, of the
-    fewest most likely tokens (among those above ``threshold``) whose probabilities sum to at least
-    ``top_p``."""
+def _nucleus_threshold(scaled: Tensor, weights: Tensor, top_p: Tensor, threshold: Tensor | None) -> Tensor:
+    """[N, 1]: value of the last token of the nucleus, that is, of the fewest most likely tokens (among
+    those at or above ``threshold``) whose probabilities sum to at least ``top_p``; -inf where ``top_p`` is
+    1."""
     if threshold is not None:
         weights = torch.where(scaled >= threshold, weights, 0.0)
-        candidates = torch.where(candidates >= threshold, candidates, -torch.inf)
-    target = weights.sum(dim=-1, dtype=torch.float64) * top_p
-    value, fits = _nucleus_edge(candidates, target)
-    if scaled.device.type == "cpu":
-        fits |= top_p == 1.0
-        for count in (_MORE_CANDIDATES, scaled.shape[-1]):
-            rest = (~fits).nonzero().squeeze(-1)
-            if rest.numel() == 0:
-                break
-            candidates = _sort_descending(scaled[rest], count)
-            if threshold is not None:
-                candidates = torch.where(candidates >= threshold[rest], candidates, -torch.inf)
-            value[rest], fits[rest] = _nucleus_edge(candidates, target[rest])
-    value = torch.where(top_p < 1.0, value, -torch.inf).unsqueeze(-1)
-    return value if threshold is None else torch.maximum(value, threshold)
+    target = weights.sum(dim=-1, keepdim=True, dtype=torch.float64) * top_p
+    if scaled.device.type != "cpu":  # asking the host what fits would stall the queue
+        edge = _nucleus_edge(scaled.sort(dim=-1, descending=True).values, target)[0]
+        return torch.where(top_p < 1.0, edge, -torch.inf)
+    value, done = torch.full_like(scaled[:, :1], -torch.inf), (top_p == 1.0).squeeze(-1)
+    for count in (_NUCLEUS_CANDIDATES, _MORE_CANDIDATES, scaled.shape[-1]):
+        rest = (~done).nonzero().squeeze(-1)
+        if rest.numel() == 0:
+            break
+        rows = scaled if rest.numel() == scaled.shape[0] else scaled[rest]
+        value[rest], fits = _nucleus_edge(_descending(rows, count), target[rest])
+        done[rest] = fits.squeeze(-1)
+    return value
 
 
 def _nucleus_edge(descending: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """[N] value of the last token of the nucleus; [N] whether ``descending`` [N, C] reaches ``target``."""
+    """[N, 1] value of the last token of the nucleus; [N, 1] whether ``descending`` reaches ``target``."""
     mass = descending.exp().cumsum(dim=-1, dtype=torch.float64)
-    last = (mass < target.unsqueeze(-1)).sum(dim=-1)
-    value = descending.gather(-1, last.clamp_max(descending.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
-    return value, last < descending.shape[-1]
+    last = (mass < target).sum(dim=-1, keepdim=True)
+    return descending.gather(-1, last.clamp_max(descending.shape[-1] - 1)), last < descending.shape[-1]
 
 
 def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:

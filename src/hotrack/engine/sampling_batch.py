@@ -15,6 +15,8 @@ from torch import Tensor
 from hotrack.core.errors import RequestError
 from hotrack.core.sampling import SamplingParams
 
+FEW = 256  # a top_k up to this is drawn from the candidates alone, never from the whole vocabulary
+
 IntArray = npt.NDArray[np.int64]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -66,33 +68,54 @@ class SparseBias:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingBatch:
-    """What ``Sampler`` needs for R rows. ``None`` means that no row uses the feature; its stage is skipped.
+class RandomRows:
+    """N rows of the batch with a temperature, and what they need. ``None``: none of these rows uses the
+    feature.
 
-    ``random_rows``: int64 [N] rows with a temperature; ``None`` when all rows have one. What random rows
-    need is given for those N rows, in their order: ``uniforms`` float64 [N, 1], ``temperature`` float32 [N,
-    1], ``top_k`` int64 [N] (0: no limit), ``top_p`` float64 [N] (1: no limit), ``log_min_p`` float32 [N, 1]
-    (-inf: no limit). ``logprobs_rows`` int64 [M]: rows that want log-probabilities; ``num_logprobs``: the
-    most that any of them wants.
+    ``rows`` int64 [N], or ``None`` for every row of the batch; ``uniforms`` float64 [N, 1]; ``temperature``,
+    ``log_min_p`` (-inf: no limit) float32 [N, 1]; ``top_k`` int64 [N, 1] (0: no limit); ``top_p`` float64
+    [N, 1] (1: no limit). ``few_candidates``: every row has ``0 < top_k <= FEW``, so only the top of the
+    vocabulary matters.
+    """
+
+    rows: Tensor | None
+    uniforms: Tensor
+    temperature: Tensor
+    top_k: Tensor | None
+    max_top_k: int
+    top_p: Tensor | None
+    log_min_p: Tensor | None
+    few_candidates: bool
+
+    def take(self, index: Tensor) -> "RandomRows":
+        """The rows at ``index`` int64 [M] of these."""
+        return replace(
+            self,
+            rows=index if self.rows is None else self.rows[index],
+            uniforms=self.uniforms[index],
+            temperature=self.temperature[index],
+            top_k=None if self.top_k is None else self.top_k[index],
+            top_p=None if self.top_p is None else self.top_p[index],
+            log_min_p=None if self.log_min_p is None else self.log_min_p[index],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """What ``Sampler`` needs for R rows. ``None`` or empty: no row uses the feature and its stage is skipped.
+
+    ``random`` has one entry per way of drawing; together they hold ``num_random`` rows, the others are
+    greedy. ``logprobs_rows`` int64 [M]: rows that want log-probabilities; ``num_logprobs``: the most that
+    any of them wants.
     """
 
     num_rows: int
     num_random: int
-    random_rows: Tensor | None = None
-    uniforms: Tensor | None = None
-    temperature: Tensor | None = None
-    top_k: Tensor | None = None
-    max_top_k: int = 0
-    top_p: Tensor | None = None
-    log_min_p: Tensor | None = None
+    random: tuple[RandomRows, ...] = ()
     bias: SparseBias | None = None
     penalties: Penalties | None = None
     logprobs_rows: Tensor | None = None
     num_logprobs: int = 0
-
-    @property
-    def all_greedy(self) -> bool:
-        return self.num_random == 0
 
 
 class SamplingState:
@@ -188,31 +211,37 @@ class SamplingState:
     def select(self, slots: Sequence[int]) -> SamplingBatch:
         """The batch whose row i samples the next token of ``slots[i]``."""
         index = np.asarray(slots, np.int64)
-        temperature = self._temperature[index]
-        random = np.flatnonzero(temperature > 0)
         wanted = np.flatnonzero(self._num_logprobs[index] >= 0)
-        bias = self._select_bias(index) if self._bias or self._stop_ids else None
-        batch = SamplingBatch(
-            num_rows=len(index),
-            num_random=len(random),
-            bias=bias,
+        random = self._select_random(index)
+        return SamplingBatch(
+            num_rows=index.size,
+            num_random=sum(group.uniforms.shape[0] for group in random),
+            random=random,
+            bias=self._select_bias(index) if self._bias or self._stop_ids else None,
             penalties=self._select_penalties(index),
             logprobs_rows=self._to_device(wanted) if wanted.size else None,
             num_logprobs=int(self._num_logprobs[index].max(initial=0)),
         )
-        return self._with_random(batch, index[random], random) if random.size else batch
 
-    def _with_random(self, batch: SamplingBatch, slots: IntArray, rows: IntArray) -> SamplingBatch:
+    def _select_random(self, index: IntArray) -> tuple[RandomRows, ...]:
+        random = np.flatnonzero(self._temperature[index] > 0)
+        top_k = self._top_k[index[random]]
+        few = (top_k > 0) & (top_k <= FEW)
+        groups = (random[few], True), (random[~few], False)
+        return tuple(self._random_rows(index, rows, few) for rows, few in groups if rows.size)
+
+    def _random_rows(self, index: IntArray, rows: IntArray, few_candidates: bool) -> RandomRows:
+        slots = index[rows]
         top_k, top_p, min_p = self._top_k[slots], self._top_p[slots], self._min_p[slots]
-        return replace(
-            batch,
-            random_rows=self._to_device(rows) if rows.size < batch.num_rows else None,
+        return RandomRows(
+            rows=self._to_device(rows) if rows.size < index.size else None,
             uniforms=self._to_device(uniforms(self._seed[slots], self._position[slots])[:, None]),
             temperature=self._to_device(self._temperature[slots, None]),
-            top_k=self._to_device(top_k) if top_k.any() else None,
+            top_k=self._to_device(top_k[:, None]) if top_k.any() else None,
             max_top_k=int(top_k.max()),
-            top_p=self._to_device(top_p) if (top_p < 1.0).any() else None,
+            top_p=self._to_device(top_p[:, None]) if (top_p < 1.0).any() else None,
             log_min_p=self._to_device(min_p[:, None]).log_() if min_p.any() else None,
+            few_candidates=few_candidates,
         )
 
     def _select_bias(self, index: IntArray) -> SparseBias | None:
