@@ -1,0 +1,39 @@
+"""Attention over a paged cache."""
+
+import torch
+from torch import Tensor
+
+from hotrack.kernels.paged import LayerKV, PagedBatch
+
+
+def write_kv(k: Tensor, v: Tensor, kv: LayerKV, slot_mapping: Tensor) -> None:
+    """Store k [T, H, k_dim] and v [T, H, v_dim] at their slots."""
+    blocks, offsets = slot_mapping // kv.block_size, slot_mapping % kv.block_size
+    kv.k[blocks, :, offsets] = k
+    kv.v[blocks, :, offsets] = v
+
+
+def paged_attention(
+    q: Tensor, kv: LayerKV, batch: PagedBatch, scale: float, window: int | None = None
+) -> Tensor:
+    """Causal grouped-query attention of new tokens over everything cached so far, themselves included.
+
+    q [T, num_heads, k_dim] -> [T, num_heads, v_dim]. Query i of a sequence sits at position ``seq_len - query_len + i`` and
+    sees keys up to its own position, the last ``window`` of them if given. Query heads ``g*n .. g*n+n-1`` share K/V head g.
+    """
+    outputs, start = [], 0
+    for table, query_len, seq_len in zip(batch.block_tables, batch.query_lens, batch.seq_lens, strict=True):
+        blocks = table[: -(-seq_len // kv.block_size)].long()
+        k = kv.k[blocks].transpose(1, 2).flatten(0, 1)[:seq_len].float()  # [L, H, k_dim]
+        v = kv.v[blocks].transpose(1, 2).flatten(0, 1)[:seq_len].float()  # [L, H, v_dim]
+        queries = q[start : start + query_len].float().unflatten(1, (k.shape[1], -1))  # [Q, H, G, k_dim]
+        scores = torch.einsum("qhgd,lhd->hgql", queries, k) * scale
+        query_pos = torch.arange(seq_len - query_len, seq_len, device=q.device)[:, None]
+        key_pos = torch.arange(seq_len, device=q.device)
+        visible = key_pos <= query_pos
+        if window is not None:
+            visible &= key_pos > query_pos - window
+        probs = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        outputs.append(torch.einsum("hgql,lhd->qhgd", probs, v).flatten(1, 2).to(q.dtype))
+        start += query_len
+    return torch.cat(outputs)

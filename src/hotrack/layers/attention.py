@@ -1,0 +1,46 @@
+"""Grouped-query attention (Ainslie et al., 2023) over the paged cache."""
+
+from torch import Tensor
+
+from hotrack.kvcache.spec import Paged
+from hotrack.layers.base import Build, Layer
+from hotrack.layers.linear import QKVParallelLinear, RowParallelLinear
+from hotrack.layers.norm import RMSNorm
+from hotrack.layers.step import Step
+from hotrack.modelspec.spec import ModelSpec
+
+
+class Attention(Layer):
+    """Projections, optional per-head RMSNorm of q and k, rotary embedding, attention, output projection and residual."""
+
+    def __init__(self, layer: int, spec: ModelSpec, build: Build) -> None:
+        super().__init__(build)
+        self.layer = layer
+        self.qkv_proj = QKVParallelLinear(
+            spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_bias, build
+        )
+        self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps, build) if spec.qk_norm else None
+        self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps, build) if spec.qk_norm else None
+        self.o_proj = RowParallelLinear(
+            spec.num_heads * spec.head_dim, spec.hidden_size, spec.attention_bias, build
+        )
+        self.heads = self.qkv_proj.heads
+        self.scale = spec.head_dim**-0.5
+
+    def cache_spec(self) -> Paged:
+        """What one token of this layer leaves in the cache on this rank."""
+        return Paged(self.heads.num_kv_heads, self.heads.head_dim, self.heads.head_dim, self.dtype.itemsize)
+
+    def forward(self, x: Tensor, residual: Tensor, step: Step) -> Tensor:
+        """x, residual [T, D] -> residual + attention(x) [T, D]"""
+        H, K, d = self.heads.num_heads, self.heads.num_kv_heads, self.heads.head_dim
+        kv, plan = step.kv.layers[self.layer], step.plans[step.kv.group_of[self.layer]]
+        qkv = self.qkv_proj(x).view(-1, H + 2 * K, d)
+        qk, v = qkv[:, : H + K], qkv[:, H + K :]  # q and k are rotated together
+        if self.q_norm is not None and self.k_norm is not None:
+            qk[:, :H] = self.q_norm(qk[:, :H])
+            qk[:, H:] = self.k_norm(qk[:, H:])
+        qk = self.ops.apply_rope(qk, step.cos, step.sin)
+        self.ops.write_kv(qk[:, H:], v, kv, plan)
+        out = self.ops.paged_attention(qk[:, :H], kv, plan, self.scale)  # [T, H, d]
+        return self.o_proj(out.reshape(-1, H * d), residual)

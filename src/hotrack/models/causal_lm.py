@@ -1,0 +1,149 @@
+"""What every model family shares: the decoder stack and the life of its parameters."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hotrack.checkpoint.targets import LoadTarget, Source
+from hotrack.core.tensorspec import TensorSpec
+from hotrack.kernels.reference.linear import LinearKernel
+from hotrack.kvcache.spec import CacheSpec
+from hotrack.kvcache.tensors import KVTensors
+from hotrack.layers.base import Build, Layer
+from hotrack.layers.batch import ForwardBatch
+from hotrack.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from hotrack.layers.norm import RMSNorm
+from hotrack.layers.rope import RotaryEmbedding
+from hotrack.layers.step import Step, plan_groups
+from hotrack.models.decoder import DecoderLayer
+from hotrack.models.names import NameTable, checkpoint_name
+from hotrack.modelspec.spec import ModelSpec
+from hotrack.moe.block import SparseMoE
+
+Allocate = Callable[[Sequence[TensorSpec]], dict[str, Tensor]]
+
+
+class CausalLM(Layer):
+    """Embedding, decoder layers, final norm and head.
+
+    Built in two phases: the constructor only declares parameters (on the meta device, in execution order);
+    :meth:`materialize` gives them memory. A family is a subclass with its checkpoint names.
+    """
+
+    names: ClassVar[NameTable]
+
+    def __init__(self, spec: ModelSpec, build: Build) -> None:
+        super().__init__(build)
+        self.spec = spec
+        self.embed_tokens = VocabParallelEmbedding(spec.vocab_size, spec.hidden_size, build)
+        self.layers = nn.ModuleList(DecoderLayer(i, spec, build) for i in range(spec.num_layers))
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, build)
+        self.lm_head = ParallelLMHead(spec.vocab_size, spec.hidden_size, build)
+        if spec.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+        self.decoder_layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, kv: KVTensors) -> Tensor:
+        """T tokens -> hidden states after the final norm [T, D]; their K and V are in the cache afterwards."""
+        cos, sin = self.rotary(batch.positions)
+        plans = plan_groups(batch, kv, self.decoder_layers[0].self_attn.heads, self.ops)
+        step = Step(cos, sin, plans, kv)
+        hidden = self.embed_tokens(batch.input_ids)  # [T, D]
+        for layer in self.decoder_layers:
+            hidden = layer(hidden, step)
+        return self.norm(hidden)
+
+    @torch.inference_mode()
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, D] -> float32 [R, vocab_size], the whole vocabulary on every rank"""
+        return self.lm_head(hidden)
+
+    def cache_specs(self) -> list[CacheSpec]:
+        """Per layer, what a token leaves in the cache of this rank."""
+        return [layer.self_attn.cache_spec() for layer in self.decoder_layers]
+
+    # The life of the parameters: declared, placed, loaded, packed; then unpacked for sleep and packed after waking.
+
+    def tensor_specs(self) -> list[TensorSpec]:
+        """Every parameter in execution order; tied ones once."""
+        return [
+            TensorSpec(name, tuple(param.shape), str(param.dtype).removeprefix("torch."))
+            for name, param in self.named_parameters()
+        ]
+
+    def materialize(self, allocate: Allocate, device: torch.device) -> None:
+        """Put every parameter where ``allocate`` placed it."""
+        placed = allocate(self.tensor_specs())
+        tensors = {id(param): placed[name] for name, param in self.named_parameters()}
+        for module in self.modules():
+            for name, param in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(tensors[id(param)], requires_grad=False))
+        self.rotary = RotaryEmbedding(self.spec.rope, self.ops, self.dtype, device)
+        for layer in self._parts():
+            layer.bind()
+
+    def load_plan(self) -> Mapping[str, LoadTarget]:
+        """Parameter name -> which checkpoint tensors fill it on this rank."""
+        plan = {}
+        owners = dict(self.named_modules())
+        for name, param in self.named_parameters():
+            owner, _, leaf = name.rpartition(".")
+            module = owners[owner]
+            assert isinstance(module, Layer)
+            sources = tuple(
+                Source(checkpoint_name(self.names, name, shard.part), shard.dest, shard.select)
+                for shard in module.shards(leaf)
+            )
+            plan[name] = LoadTarget(param.data, sources)
+        return plan
+
+    def after_load(self) -> None:
+        """Weights are in place: make the packed copies that compute reads."""
+        for _, kernel in self._kernels():
+            kernel.pack()
+
+    def before_sleep(self) -> None:
+        """Free the packed copies."""
+        for _, kernel in self._kernels():
+            kernel.unpack()
+
+    def after_wake(self) -> None:
+        """Weights are back: make the packed copies again."""
+        self.after_load()
+
+    def prepacked_bytes(self) -> int:
+        """Bytes of all packed copies."""
+        return sum(kernel.packed_bytes() for _, kernel in self._kernels())
+
+    def redundant_after_prepack(self) -> list[str]:
+        """Parameters that compute does not read while packed copies exist; their pages may be dropped until the next pack."""
+        packed = [name for name, kernel in self._kernels() if kernel.packed_bytes()]
+        return [name for name in packed if name != "embed_tokens.weight"]  # the embedding reads rows of it
+
+    def record_expert_counts(self, enabled: bool) -> None:
+        """Start from zero, or stop, counting how many tokens each expert of each sparse layer gets."""
+        for layer in self.decoder_layers:
+            if isinstance(layer.mlp, SparseMoE):
+                layer.mlp.record_counts(enabled)
+
+    def expert_counts(self) -> dict[int, Tensor]:
+        """Layer index -> int64 [num_experts], since counting was enabled."""
+        found = {}
+        for index, layer in enumerate(self.decoder_layers):
+            if isinstance(layer.mlp, SparseMoE) and layer.mlp.counts is not None:
+                found[index] = layer.mlp.counts
+        return found
+
+    def _parts(self) -> Iterator[Layer]:
+        return (module for module in self.modules() if isinstance(module, Layer) and module is not self)
+
+    def _kernels(self) -> Iterator[tuple[str, LinearKernel]]:
+        for name, module in self.named_modules():
+            if isinstance(module, Layer):
+                for leaf, kernel in module.kernels():
+                    full = f"{name}.{leaf}"
+                    tied = self.spec.tie_word_embeddings and full == "lm_head.weight"
+                    yield "embed_tokens.weight" if tied else full, kernel

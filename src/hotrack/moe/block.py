@@ -1,0 +1,57 @@
+"""The sparse feed-forward block: router, dispatcher, experts."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from hotrack.kernels.reference.linear import LinearKernel
+from hotrack.layers.base import Build, Layer
+from hotrack.modelspec.spec import MoeSpec
+from hotrack.moe.dispatcher import Dispatcher, LocalDispatcher
+from hotrack.moe.experts import Experts
+
+
+class SoftmaxRouter(Layer):
+    """Top-k experts of a softmax over all of them; replicated on every rank so that all choose alike."""
+
+    def __init__(self, hidden_size: int, moe: MoeSpec, build: Build) -> None:
+        super().__init__(build)
+        self.top_k, self.renormalize = moe.top_k, moe.norm_topk_prob
+        self.weight = self.declare(moe.num_experts, hidden_size)
+
+    def bind(self) -> None:
+        self.kernel = self.ops.linear(self.weight.data)
+
+    def kernels(self) -> Iterator[tuple[str, LinearKernel]]:
+        yield "weight", self.kernel
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, D] -> expert ids int64 [T, k], weights float32 [T, k]"""
+        return self.ops.softmax_topk(self.kernel(x), self.top_k, self.renormalize)
+
+
+class SparseMoE(Layer):
+    """Each token goes through ``top_k`` experts; their weighted sum joins the residual."""
+
+    def __init__(self, hidden_size: int, moe: MoeSpec, build: Build) -> None:
+        super().__init__(build)
+        self.gate = SoftmaxRouter(hidden_size, moe, build)
+        self.experts = Experts(moe.num_experts, hidden_size, moe.intermediate_size, build)
+        self.dispatcher: Dispatcher = LocalDispatcher(self.tp)
+        self.counts: Tensor | None = None
+
+    def record_counts(self, enabled: bool) -> None:
+        """Start from zero, or stop, counting how many tokens each expert gets (``counts``, int64 [num_experts])."""
+        device = self.gate.weight.device
+        self.counts = (
+            torch.zeros(self.experts.num_experts, dtype=torch.int64, device=device) if enabled else None
+        )
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x, residual [T, D] -> residual + moe(x) [T, D]"""
+        topk_ids, weights = self.gate(x)
+        if self.counts is not None:
+            self.counts += torch.bincount(topk_ids.flatten(), minlength=self.experts.num_experts)
+        sent = self.dispatcher.dispatch(x, topk_ids, weights)
+        return self.dispatcher.combine(self.experts(sent.x, sent.topk_ids, sent.weights)) + residual

@@ -1,0 +1,40 @@
+"""How token rows reach the ranks that hold their experts, and how results come back."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from hotrack.distributed.tensor_parallel import TensorParallel
+
+
+@dataclass(slots=True)
+class Dispatched:
+    """Rows this rank evaluates: x [N, D], expert ids int64 [N, k], routing weights float32 [N, k]."""
+
+    x: Tensor
+    topk_ids: Tensor
+    weights: Tensor
+
+
+class Dispatcher(Protocol):
+    def dispatch(self, x: Tensor, topk_ids: Tensor, weights: Tensor) -> Dispatched:
+        """Send this rank's rows out, and receive the rows its experts must evaluate."""
+        ...
+
+    def combine(self, y: Tensor) -> Tensor:
+        """y [N, D], one row per dispatched row -> [T, D], complete sums for this rank's own rows."""
+        ...
+
+
+class LocalDispatcher:
+    """Every rank sees every token and holds a slice of every expert's channels: rows stay, partial sums are reduced."""
+
+    def __init__(self, tp: TensorParallel) -> None:
+        self.tp = tp
+
+    def dispatch(self, x: Tensor, topk_ids: Tensor, weights: Tensor) -> Dispatched:
+        return Dispatched(x, topk_ids, weights)
+
+    def combine(self, y: Tensor) -> Tensor:
+        return self.tp.all_reduce(y)

@@ -1,0 +1,166 @@
+"""Logits of tiny random models against Hugging Face transformers, in float32."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from fakes.paged_runner import PagedRunner, SequenceState, load_model
+from torch import Tensor
+
+from hotrack.models import CausalLM
+from hotrack.modelspec.parse import parse_config
+
+TOLERANCE = 1e-4
+TOKENS = 150
+FAMILIES = ("llama", "qwen3", "qwen3_moe")
+
+
+@dataclass
+class Reference:
+    """A tiny model in both implementations, two prompts and transformers' logits for them [2, TOKENS, V]."""
+
+    model: CausalLM
+    ids: Tensor
+    logits: Tensor
+
+
+def _config(family: str):
+    from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
+
+    common = dict(vocab_size=512, num_hidden_layers=4, max_position_embeddings=1024)
+    if family == "llama":
+        return LlamaConfig(
+            **common, hidden_size=192, intermediate_size=512, num_attention_heads=3, num_key_value_heads=1,
+            rope_theta=1e5, tie_word_embeddings=True, rms_norm_eps=1e-5,
+        )  # fmt: skip
+    common |= dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32, rope_theta=1e6)
+    if family == "qwen3":
+        return Qwen3Config(**common, intermediate_size=256)
+    return Qwen3MoeConfig(
+        **common, intermediate_size=256, moe_intermediate_size=64, num_experts_per_tok=2, num_experts=8, norm_topk_prob=True
+    )  # fmt: skip
+
+
+def _unfuse(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Checkpoint spelling of transformers' stacked experts."""
+    out = {}
+    for name, tensor in state.items():
+        if name.endswith("experts.gate_up_proj"):
+            for e, (gate, up) in enumerate(t.chunk(2) for t in tensor):
+                stem = name.removesuffix("gate_up_proj")
+                out[f"{stem}{e}.gate_proj.weight"], out[f"{stem}{e}.up_proj.weight"] = gate, up
+        elif name.endswith("experts.down_proj"):
+            for e, down in enumerate(tensor):
+                out[f"{name.removesuffix('down_proj')}{e}.down_proj.weight"] = down
+        else:
+            out[name] = tensor
+    return out
+
+
+def _reference(family: str) -> Reference:
+    from transformers import AutoModelForCausalLM
+
+    config = _config(family)
+    theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(1)
+    for name, param in theirs.named_parameters():
+        noise = torch.randn(param.shape, generator=generator)
+        param.data.copy_(1 + 0.2 * noise if "norm" in name else 0.08 * noise)
+    ids = torch.randint(0, 512, (2, TOKENS), generator=generator)
+    with torch.no_grad():
+        logits = theirs(ids, use_cache=False).logits
+    raw = {k: v for k, v in config.to_dict().items() if v is not None}
+    spec = parse_config(raw | {"architectures": [type(theirs).__name__]})
+    return Reference(load_model(spec, _unfuse(theirs.state_dict())), ids, logits)
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[str, Reference]:
+    return {family: _reference(family) for family in FAMILIES}
+
+
+@pytest.fixture(params=FAMILIES)
+def ref(request: pytest.FixtureRequest, references: dict[str, Reference]) -> Iterator[Reference]:
+    reference = references[request.param]
+    assert reference.logits.std() >= 0.5
+    yield reference
+
+
+def gap(ours: Tensor, theirs: Tensor) -> float:
+    return (ours - theirs).abs().max().item()
+
+
+def prefill_gap(ref: Reference) -> float:
+    return gap(PagedRunner(ref.model).step([(SequenceState(), ref.ids[0])]), ref.logits[0])
+
+
+def test_prefill(ref: Reference) -> None:
+    assert prefill_gap(ref) <= TOLERANCE
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 16, 64])
+def test_chunked_prefill(ref: Reference, chunk: int) -> None:
+    runner, seq = PagedRunner(ref.model), SequenceState()
+    tokens = TOKENS if chunk > 1 else 40
+    got = torch.cat([runner.step([(seq, part)]) for part in ref.ids[0, :tokens].split(chunk)])
+    assert gap(got, ref.logits[0, :tokens]) <= TOLERANCE
+
+
+def test_decode_after_prefill(ref: Reference) -> None:
+    runner, seq = PagedRunner(ref.model), SequenceState()
+    runner.step([(seq, ref.ids[0, :33])])
+    got = torch.cat([runner.step([(seq, ref.ids[0, i : i + 1])]) for i in range(33, 70)])
+    assert gap(got, ref.logits[0, 33:70]) <= TOLERANCE
+
+
+def test_full_prefix_hit(ref: Reference) -> None:
+    """The blocks of an earlier sequence are shared and only the last token is computed."""
+    runner, first = PagedRunner(ref.model), SequenceState()
+    runner.step([(first, ref.ids[0, :128])])
+    again = runner.fork(first, 128)
+    again.computed = 127
+    assert gap(runner.step([(again, ref.ids[0, 127:128])]), ref.logits[0, 127:128]) <= TOLERANCE
+
+
+def test_partial_prefix_hit(ref: Reference) -> None:
+    runner, first = PagedRunner(ref.model), SequenceState()
+    runner.step([(first, ref.ids[0, :64])])
+    again = runner.fork(first, 48)
+    assert gap(runner.step([(again, ref.ids[0, 48:100])]), ref.logits[0, 48:100]) <= TOLERANCE
+
+
+def test_mixed_batch(ref: Reference) -> None:
+    """Decodes of unequal context, a fresh prompt and a chunk with a prefix share each step."""
+    runner = PagedRunner(ref.model)
+    a, b, c, d = (SequenceState() for _ in range(4))
+    runner.step([(a, ref.ids[0, :5]), (b, ref.ids[1, :90]), (c, ref.ids[1, :20])])
+    for i in range(3):
+        work = [(a, ref.ids[0, 5 + i : 6 + i]), (b, ref.ids[1, 90 + i : 91 + i])]
+        work += [(c, ref.ids[1, 20 + 9 * i : 29 + 9 * i]), (d, ref.ids[0, 30 * i : 30 * i + 30])]
+        want = [ref.logits[0, 5 + i : 6 + i], ref.logits[1, 90 + i : 91 + i]]
+        want += [ref.logits[1, 20 + 9 * i : 29 + 9 * i], ref.logits[0, 30 * i : 30 * i + 30]]
+        assert gap(runner.step(work), torch.cat(want)) <= TOLERANCE
+
+
+# The tests above must be able to fail: take one ingredient away and the same comparison is far off.
+
+
+def test_notices_missing_rope(ref: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(ref.model.ops), "apply_rope", lambda self, x, cos, sin: x)
+    assert prefill_gap(ref) > 100 * TOLERANCE
+
+
+def test_notices_missing_causal_mask(ref: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tensor, "masked_fill", lambda self, mask, value: self)
+    assert prefill_gap(ref) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("which", ["q_norm", "k_norm"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_notices_missing_qk_norm(
+    references: dict[str, Reference], family: str, which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for layer in references[family].model.decoder_layers:
+        monkeypatch.setattr(getattr(layer.self_attn, which), "forward", lambda x: x)
+    assert prefill_gap(references[family]) > 100 * TOLERANCE
