@@ -54,7 +54,7 @@ def modules_of(package: str) -> list[str]:
 
 
 def loaded_after_importing(names: list[str]) -> set[str]:
-    code = "import importlib as i, sys\nfor n in sys.argv[1:]: i.import_module(n)\nprint(' '.join(sys.modules))"
+    code = "import importlib as i, sys\n[i.import_module(n) for n in sys.argv[1:]]\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True, check=True)
     return set(done.stdout.split())
 
