@@ -23,9 +23,9 @@ def read_json_object(path: Path) -> dict[str, object]:
 
 
 def parse_json_object(data: bytes, where: str) -> dict[str, object]:
-    """``data`` as a JSON object; CheckpointError for anything else, however deep or long."""
+    """``data`` as a JSON object; CheckpointError for anything else, and for repeated keys."""
     try:
-        value = json.loads(data)
+        value = json.loads(data, object_pairs_hook=_unique)
     except RecursionError as e:
         raise CheckpointError(f"{where} is nested too deeply to be a model's file") from e
     except ValueError as e:  # bad JSON, bad UTF-8, integers of thousands of digits
@@ -33,6 +33,15 @@ def parse_json_object(data: bytes, where: str) -> dict[str, object]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{where} must hold a JSON object, found {type(value).__name__}")
     return value
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Two readers of one file may disagree on which of two equal keys counts, so neither does."""
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        keys = [k for k, _ in pairs]
+        raise ValueError(f"key {shorten(next(k for k in keys if keys.count(k) > 1))!r} appears twice")
+    return result
 
 
 def shorten(value: object, limit: int = 80) -> str:

@@ -1,9 +1,7 @@
 """config.json -> ModelSpec for the families hotrack serves, in old and new spellings of every field."""
 
-from pathlib import Path
-
 from hotrack.core.errors import CheckpointError
-from hotrack.modelspec.fields import Fields, read_json_object, shorten
+from hotrack.modelspec.fields import Fields, shorten
 from hotrack.modelspec.spec import ModelSpec, MoeSpec, RopeSpec
 
 ARCHITECTURES = {
@@ -20,20 +18,6 @@ MAX_HEAD_DIM = 4096
 MAX_EXPERTS = 1 << 14
 MAX_POSITIONS = 1 << 28
 DTYPES = ("bfloat16", "float16", "float32")
-
-
-def load_spec(folder: Path) -> ModelSpec:
-    """Read ``config.json`` (and the end-of-sequence ids of ``generation_config.json``) of a model folder.
-
-    Raises CheckpointError when a file is missing, damaged or describes something hotrack does not serve.
-    """
-    config = read_json_object(folder / "config.json")
-    generation = folder / "generation_config.json"
-    if generation.is_file():
-        eos = read_json_object(generation).get("eos_token_id")
-        if eos is not None:
-            config = {**config, "eos_token_id": eos}
-    return parse_config(config, where=str(folder / "config.json"))
 
 
 def parse_config(config: dict[str, object], where: str = "config.json") -> ModelSpec:
@@ -140,7 +124,7 @@ def _dtype(fields: Fields) -> str:
 
 
 def _rope(fields: Fields, head_dim: int) -> RopeSpec:
-    """``rope_parameters`` (newer), or ``rope_theta`` and ``rope_scaling`` (older, ``type`` or ``rope_type``)."""
+    """``rope_parameters`` (newer), or ``rope_theta`` and ``rope_scaling`` (older)."""
     scaling = fields.section("rope_parameters", "rope_scaling")
     theta_source = scaling if scaling.get("rope_theta") is not None else fields
     theta = theta_source.number("rope_theta", low=1.0, high=1e12, default=10_000.0)

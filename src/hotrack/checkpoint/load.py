@@ -1,0 +1,138 @@
+"""Streams a checkpoint into the parameters a model declared: checked first, parallel, never two copies."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hotrack.checkpoint.open import Checkpoint
+from hotrack.checkpoint.stored import StoredTensor
+from hotrack.checkpoint.targets import LoadTarget, Source
+from hotrack.core.errors import CheckpointError
+from hotrack.core.progress import Progress
+
+MAX_THREADS = 8
+MAX_NAMES_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What one load did: copies made, stored bytes they cover, wall seconds."""
+
+    num_copies: int
+    stored_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    tensor: StoredTensor
+    dest: Tensor
+    select: tuple[slice, ...]
+    stored_bytes: int
+
+
+def load_weights(
+    checkpoint: Checkpoint,
+    targets: Mapping[str, LoadTarget],
+    *,
+    progress: Progress | None = None,
+    num_threads: int | None = None,
+    is_elsewhere: Callable[[str], bool] | None = None,
+) -> LoadReport:
+    """Fill every target's parameter, converting dtypes on the way.
+
+    Everything is checked before the first byte is written: a missing or unexpected tensor or a shape or dtype
+    that does not fit is a CheckpointError naming the tensor. ``is_elsewhere(name)`` says which unread tensors
+    are fine because another rank holds them. Beyond the parameters each thread needs a few MiB.
+    """
+    begin = time.monotonic()
+    copies = _plan(checkpoint, targets)
+    _refuse_unexpected(checkpoint, targets, is_elsewhere)
+    total = sum(c.stored_bytes for c in copies)
+    done, lock = 0, threading.Lock()
+
+    def run(copy: _Copy) -> None:
+        nonlocal done
+        copy.tensor.copy_into(copy.dest, copy.select)
+        with lock:
+            done += copy.stored_bytes
+            if progress is not None:
+                progress(done, total)
+
+    with ThreadPoolExecutor(num_threads or _usable_cores(), "load") as pool:
+        futures = [pool.submit(run, c) for c in copies]
+        try:
+            for future in as_completed(futures):
+                future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return LoadReport(len(copies), total, time.monotonic() - begin)
+
+
+def _usable_cores() -> int:
+    return min(len(os.sched_getaffinity(0)), MAX_THREADS)
+
+
+def _plan(checkpoint: Checkpoint, targets: Mapping[str, LoadTarget]) -> list[_Copy]:
+    """Copies in file order (sequential reads); raises on the first kind of mismatch."""
+    wanted = [(p, t, s) for p, t in targets.items() for s in t.sources]
+    missing = sorted({s.name for _, _, s in wanted if s.name not in checkpoint and not s.optional})
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint.resolved.path} lacks {len(missing)} tensors the model needs: {_listed(missing)}"
+        )
+    copies = [_copy(checkpoint, p, t.param, s) for p, t, s in wanted if s.name in checkpoint]
+    return sorted(copies, key=lambda c: (str(c.tensor.file.path), c.tensor.offset))
+
+
+def _copy(checkpoint: Checkpoint, parameter: str, param: Tensor, source: Source) -> _Copy:
+    tensor = checkpoint.stored(source.name)
+    dest = param[source.dest] if source.dest else param
+    where = f"{checkpoint.resolved.path}: tensor {source.name!r} for parameter {parameter!r}"
+    if len(source.select) > len(tensor.shape):
+        raise CheckpointError(
+            f"{where} has shape {list(tensor.shape)}; {len(source.select)} dimensions expected"
+        )
+    shape = tuple(
+        len(range(*s.indices(n))) for s, n in zip(source.select, tensor.shape, strict=False)
+    ) + tuple(tensor.shape[len(source.select) :])
+    if shape != tuple(dest.shape):
+        part = f"{list(shape)} of {list(tensor.shape)}" if source.select else f"{list(tensor.shape)}"
+        raise CheckpointError(f"{where} has shape {part}; expected {list(dest.shape)}")
+    if not tensor.floating or not dest.is_floating_point():
+        raise CheckpointError(
+            f"{where} is stored as {tensor.dtype}; expected floating point for {dest.dtype}"
+        )
+    rows = shape[0] if shape else 1
+    return _Copy(tensor, dest, source.select, rows * tensor.row_bytes)
+
+
+def _refuse_unexpected(
+    checkpoint: Checkpoint, targets: Mapping[str, LoadTarget], is_elsewhere: Callable[[str], bool] | None
+) -> None:
+    known = {s.name for t in targets.values() for s in t.sources}
+    tied = checkpoint.spec.tie_word_embeddings
+    unexpected = [
+        name
+        for name in checkpoint.names()
+        if name not in known
+        and not name.endswith(".rotary_emb.inv_freq")  # old Llama exports store this constant
+        and not (tied and name == "lm_head.weight")  # a copy of the embeddings
+        and not (is_elsewhere and is_elsewhere(name))
+    ]
+    if unexpected:
+        raise CheckpointError(
+            f"{checkpoint.resolved.path} holds {len(unexpected)} tensors the model does not know: "
+            f"{_listed(unexpected)}; its config.json may describe another model"
+        )
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(repr(n) for n in names[:MAX_NAMES_SHOWN])
+    return shown + (", ..." if len(names) > MAX_NAMES_SHOWN else "")
