@@ -174,3 +174,16 @@ class ChecksumError(WakeError):
     """The bytes that came back are not the bytes that went to sleep."""
 
     code = "checksum_mismatch"
+
+
+def error_from_code(code: str, message: str) -> HotrackError:
+    """The error another process raised, from what it sent: the class whose ``code`` this is, else
+    ``HotrackError``.
+    """
+    pending: list[type[HotrackError]] = [HotrackError]
+    while pending:
+        cls = pending.pop(0)
+        if cls.code == code:
+            return cls(message)
+        pending.extend(cls.__subclasses__())
+    return HotrackError(message, code=code)

@@ -58,7 +58,8 @@ class EngineOutput:
     once, with the
     first token: entry i is about prompt token i+1. ``num_cached_tokens``: prompt tokens served by the prefix
     cache.
-    ``stop_token_id`` names the stop token that ended the sequence, if one did.
+    ``stop_token_id`` names the stop token that ended the sequence, if one did. ``error``, ``error_code``:
+    why the request was refused or failed (``finish_reason`` is ERROR); the code is a ``HotrackError``'s.
     """
 
     request_id: str
@@ -69,3 +70,4 @@ class EngineOutput:
     stop_token_id: int | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    error_code: str | None = None
