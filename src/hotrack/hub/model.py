@@ -9,8 +9,8 @@ from typing import Literal
 class ResolvedModel:
     """Local files of one model.
 
-    ``path`` is a folder with ``config.json`` (kind 'folder') or a ``.gguf`` file (kind 'gguf'). ``name`` is the
-    served name unless the user chooses another.
+    ``path`` is a folder with ``config.json`` (kind 'folder') or a ``.gguf`` file (kind 'gguf'). ``name`` is
+    the served name unless the user chooses another.
     """
 
     kind: Literal["folder", "gguf"]

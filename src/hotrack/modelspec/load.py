@@ -9,7 +9,7 @@ from hotrack.modelspec.spec import ModelSpec
 
 
 def load_spec(path: Path) -> ModelSpec:
-    """Read a model folder (``config.json``, end-of-sequence ids of ``generation_config.json``) or a GGUF file.
+    """Read a model folder (``config.json``, stop ids of ``generation_config.json``) or a GGUF file.
 
     Raises CheckpointError when a file is missing, damaged or describes something hotrack does not serve.
     """
