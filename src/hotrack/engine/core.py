@@ -1,0 +1,244 @@
+"""The engine of one rank: scheduler, runner and memory, driven by frames.
+
+    step(frame k):  results of step k - 1 - depth  ->  controls, adds, aborts of frame k  ->  plan k  ->
+    submit k
+
+Equal frames give equal plans on every rank; nothing here looks at a clock or a socket.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict
+from time import monotonic
+from typing import Any
+
+import numpy as np
+
+from hotrack.core.errors import (
+    DrainingError,
+    EngineDeadError,
+    HotrackError,
+    ModelAsleepError,
+    RequestError,
+)
+from hotrack.core.lifecycle import FinishReason, SleepLevel, SleepMode
+from hotrack.core.request import EngineOutput, EngineRequest
+from hotrack.engine.messages import Control, ControlReply, StepFrame
+from hotrack.engine.runner import ModelRunner
+from hotrack.engine.sampling_batch import check_logit_bias
+from hotrack.engine.scheduler import Scheduler
+from hotrack.engine.step import StepPlan, StepResult
+from hotrack.engine.transitions import Transitions
+
+Emission = EngineOutput | ControlReply
+SCHEDULING = "scheduling"  # the tag that resumes without touching memory (vLLM's word)
+
+
+class EngineCore:
+    """``pipeline_depth``: steps that may be in flight while the next is planned. ``hash_every``: a plan's
+    digest is kept in ``last_digest`` every so many steps (ranks compare them); 0 never.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        transitions: Transitions,
+        *,
+        vocab_size: int,
+        pipeline_depth: int = 1,
+        hash_every: int = 0,
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.transitions = transitions
+        self.vocab_size = vocab_size
+        self.last_digest: int | None = None
+        self._depth = pipeline_depth
+        self._hash_every = hash_every
+        self._in_flight: deque[tuple[StepPlan, Future[StepResult]]] = deque()
+        self._paused = False
+        self._draining: list[Control] = []
+        self._wait_s = 0.0
+        self._controls: dict[str, Callable[[dict[str, Any], list[Emission]], dict[str, Any]]] = {
+            "sleep": self._sleep,
+            "wake": self._wake,
+            "pause": lambda args, emit: self._sleep({**args, "level": SleepLevel.PAUSE}, emit),
+            "resume": lambda _, emit: self._wake({"tags": [SCHEDULING]}, emit),
+            "reset_prefix_cache": self._reset_prefix_cache,
+            "stats": lambda _, __: dict(self.stats()),
+            "shutdown": self._shutdown,
+        }
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``step`` with an empty frame would do anything."""
+        return bool(self._in_flight) or (self.scheduler.has_unfinished and not self._paused)
+
+    def step(self, frame: StepFrame) -> list[Emission]:
+        """One turn of the loop; returns what it produced, in order.
+
+        Raises:
+            EngineDeadError: the step on the device failed; the engine must not be used again.
+        """
+        emissions: list[Emission] = []
+        self.last_digest = None
+        for control in frame.controls:
+            emissions += self._finish_in_flight()
+            emissions += self._control(control)
+        for request in frame.adds:
+            emissions += self._add(request)
+        for request_id in frame.aborts:
+            if output := self.scheduler.abort(request_id):
+                emissions.append(output)
+        while len(self._in_flight) > self._depth:
+            emissions += self._update()
+        plan = None if self._paused else self.scheduler.plan()
+        if plan is not None:
+            self._submit(plan)
+        elif self._in_flight:
+            emissions += self._update()
+        else:
+            assert not self.has_work, f"nothing can run: {self.stats()}"
+        return emissions + self._end_of_drain()
+
+    def stats(self) -> dict[str, float]:
+        """Gauges and totals."""
+        return {
+            "running": float(self.scheduler.num_running),
+            "waiting": float(self.scheduler.num_waiting),
+            "kv_usage": self.scheduler.kv.usage,
+            "device_wait_s": self._wait_s,
+            **{name: float(value) for name, value in asdict(self.scheduler.counters).items()},
+        }
+
+    def close(self) -> None:
+        """Wait for the worker and end it."""
+        self.runner.close()
+
+    # ---- steps
+
+    def _submit(self, plan: StepPlan) -> None:
+        if self._hash_every and plan.step % self._hash_every == 0:
+            self.last_digest = plan.digest(self.scheduler.kv.tables[0])
+        self._in_flight.append((plan, self.runner.submit(plan)))
+
+    def _update(self) -> list[EngineOutput]:
+        plan, future = self._in_flight.popleft()
+        start = monotonic()
+        try:
+            result = future.result()
+        except Exception as exc:
+            raise EngineDeadError(f"step {plan.step} failed on the device: {exc!r}") from exc
+        self._wait_s += monotonic() - start
+        return self.scheduler.update(plan, result)
+
+    def _finish_in_flight(self) -> list[EngineOutput]:
+        outputs: list[EngineOutput] = []
+        while self._in_flight:
+            outputs += self._update()
+        return outputs
+
+    # ---- requests
+
+    def _add(self, request: EngineRequest) -> list[EngineOutput]:
+        try:
+            self._check(request)
+            self.scheduler.add(request)
+        except HotrackError as exc:
+            return [
+                EngineOutput(
+                    request.request_id,
+                    b"",
+                    finish_reason=FinishReason.ERROR,
+                    error=exc.message,
+                    error_code=exc.code,
+                )
+            ]
+        return []
+
+    def _check(self, request: EngineRequest) -> None:
+        if self.transitions.is_sleeping:
+            raise ModelAsleepError("the model is asleep; wake it with POST /wake_up", retry_after_s=1.0)
+        if self._draining:
+            raise DrainingError(
+                "the model is finishing its requests before it goes to sleep; try again later",
+                retry_after_s=1.0,
+            )
+        prompt = np.frombuffer(request.prompt, np.int32)
+        if len(prompt) and not 0 <= prompt.min() <= prompt.max() < self.vocab_size:
+            raise RequestError(
+                f"the prompt has token ids from {prompt.min()} to {prompt.max()}; this model has 0 to "
+                f"{self.vocab_size - 1}",
+                param="prompt",
+            )
+        check_logit_bias(request.sampling, self.vocab_size)
+
+    # ---- controls
+
+    def _control(self, control: Control) -> list[Emission]:
+        if control.op not in self._controls:
+            return [_refusal(control, "invalid_request", f"unknown control {control.op!r}")]
+        if self._must_drain(control):
+            self._draining.append(control)
+            return []
+        emissions: list[Emission] = []
+        try:
+            result = self._controls[control.op](control.args, emissions)
+        except HotrackError as exc:
+            return [*emissions, _refusal(control, exc.code, exc.message)]
+        return [*emissions, ControlReply(control.control_id, result=result)]
+
+    def _must_drain(self, control: Control) -> bool:
+        waits = control.op in ("sleep", "pause") and control.args.get("mode") == SleepMode.WAIT
+        return waits and not self._paused and self.scheduler.has_unfinished
+
+    def _end_of_drain(self) -> list[Emission]:
+        if not self._draining or (self.scheduler.has_unfinished and not self._paused):
+            return []
+        emissions: list[Emission] = [*self._finish_in_flight()]
+        controls, self._draining = self._draining, []
+        for control in controls:
+            emissions += self._control(control)
+        return emissions
+
+    def _sleep(self, args: dict[str, Any], emissions: list[Emission]) -> dict[str, Any]:
+        level = SleepLevel(args.get("level", SleepLevel.KEEP_WEIGHTS))
+        if SleepMode(args.get("mode", SleepMode.ABORT)) is SleepMode.ABORT:
+            emissions += self.scheduler.abort_all()
+        if level is SleepLevel.PAUSE:
+            self._paused = True
+            return {"is_sleeping": self.transitions.is_sleeping, "level": level, "seconds": 0.0}
+        # The tokens of running requests are kept; their KV is recomputed after the wake. Sampling depends
+        # on seed and position only, so they go on with the tokens they would have had.
+        self.scheduler.preempt_all()
+        self.scheduler.kv.reset_prefix_cache()
+        result = self.runner.call(lambda: self.transitions.sleep(level))
+        self._paused = True
+        return result
+
+    def _wake(self, args: dict[str, Any], emissions: list[Emission]) -> dict[str, Any]:
+        for control in self._draining:
+            emissions.append(
+                _refusal(control, "sleep_failed", "a wake arrived before the requests had finished")
+            )
+        self._draining = []
+        tags = args.get("tags")
+        result = {"is_sleeping": self.transitions.is_sleeping}
+        if tags is None or (tags := [tag for tag in tags if tag != SCHEDULING]):
+            result = self.runner.call(lambda: self.transitions.wake(tags))
+        self._paused = self.transitions.is_sleeping
+        return result
+
+    def _reset_prefix_cache(self, _: dict[str, Any], __: list[Emission]) -> dict[str, Any]:
+        self.scheduler.kv.reset_prefix_cache()
+        return {}
+
+    def _shutdown(self, _: dict[str, Any], emissions: list[Emission]) -> dict[str, Any]:
+        emissions += self.scheduler.abort_all()
+        return {}
+
+
+def _refusal(control: Control, code: str, message: str) -> ControlReply:
+    return ControlReply(control.control_id, error={"code": code, "message": message})
