@@ -77,7 +77,7 @@ def _bar(progress: Progress | None) -> type[Any]:
 
     class Bar(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            # One bar counts files, one bytes on the wire, one bytes written; the last is what a user waits for.
+            # Of its bars (files, bytes on the wire, bytes written) the last is what a user waits for.
             self.counts_written = "Reconstruct" in str(kwargs.get("desc"))
             kwargs.pop("name", None)
             super().__init__(*args, **{**kwargs, "file": io.StringIO(), "disable": progress is None})

