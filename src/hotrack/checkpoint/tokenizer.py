@@ -131,7 +131,7 @@ def _token_id(tokenizer: Tokenizer, config: Fields, name: str) -> int | None:
 
 
 def _chat_template(folder: Path, config: Fields) -> str | None:
-    """``chat_template.jinja``, else the field of tokenizer_config.json: a string, or a list with a 'default'."""
+    """``chat_template.jinja``, else tokenizer_config.json's: a string, or a list with a 'default'."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         if file.stat().st_size > MAX_TEMPLATE_BYTES:
