@@ -12,10 +12,10 @@ from hotrack.members.endpoint import Endpoint
 class FakeLease:
     endpoint: Endpoint
     abandoned: asyncio.Event = field(default_factory=asyncio.Event)
-    num_first_bytes: int = 0
+    on_first_byte: Callable[[], None] = lambda: None
 
     def first_byte(self) -> None:
-        self.num_first_bytes += 1
+        self.on_first_byte()
 
 
 class FakeLeases:
@@ -30,6 +30,7 @@ class FakeLeases:
         self.asked: list[dict[str, object]] = []
         self.num_released = 0
         self.num_withdrawn = 0
+        self.first_bytes = 0
 
     @asynccontextmanager
     async def lease(
@@ -45,10 +46,13 @@ class FakeLeases:
             raise
         if self.error is not None:
             raise self.error()
-        lease = FakeLease(self.endpoint)
+        lease = FakeLease(self.endpoint, on_first_byte=self._count_first_byte)
         self.held.append(lease)
         try:
             yield lease
         finally:
             self.held.remove(lease)
             self.num_released += 1
+
+    def _count_first_byte(self) -> None:
+        self.first_bytes += 1

@@ -76,8 +76,8 @@ def _lookup(
             return found
         if name in macros:
             return macros[name]
-        if name in LATE:
-            return match[0]
-        document.fail(place, f"unknown macro ${{{name}}}")
+        if name not in LATE:
+            document.fail(place, f"unknown macro ${{{name}}}")
+        return match[0]
 
     return find

@@ -1,6 +1,7 @@
-"""The pool file: which models, on which budget, under which policy. One YAML; llama-swap's keys keep their meaning.
+# ruff: noqa: RUF009 - option() is dataclasses.field()
+"""The pool file: which models, on which budget, under which policy. llama-swap's keys keep their meaning.
 
-These dataclasses say what may be written and with which defaults; ``config.pool_file`` reads a file into them.
+These dataclasses say what may be written and with which defaults; ``config.pool_file`` reads files into them.
 ``None`` in a policy, sleep or canary option means the pool's own default.
 """
 
@@ -65,17 +66,15 @@ class CanaryConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """One member: ``model`` is run by hotrack, ``cmd`` by any other server, ``proxy`` alone by somebody else."""
+    """One member: hotrack runs ``model``; ``cmd`` starts another server; ``proxy`` alone is run elsewhere."""
 
     model: str | None = option(Text(), None, doc="Folder, GGUF file, Hugging Face repo id or demo name.")
     engine: EngineOptions = option(Block(EngineOptions), EngineOptions)
-    cmd: str | None = option(
-        Text(), None, doc="Command that starts a server listening on ${PORT} (or ${SOCKET})."
-    )
+    cmd: str | None = option(Text(), None, doc="Starts a server that listens on ${PORT} or ${SOCKET}.")
     cmd_stop: str | None = option(
         Text(), None, key="cmdStop", differs=_ACCEPTED + "members are stopped with SIGTERM, then SIGKILL"
     )
-    proxy: str | None = option(Text(), None, doc="Base URL of the server; default http://localhost:${PORT}.")
+    proxy: str | None = option(Text(), None, doc="Base URL of a server run elsewhere.")
     check_endpoint: str = option(Text(), "/health", key="checkEndpoint")
     ttl_s: float | None = option(
         Number(-1, whole=False), None, key="ttl", doc="Sleep after that many idle seconds."
@@ -91,7 +90,7 @@ class ModelConfig:
     capabilities: dict[str, Any] = option(MapOf(Anything()), {}, doc="Shown in /v1/models.")
     concurrency_limit: int = option(
         Number(0), 0, key="concurrencyLimit", doc="Requests at once; 0 = no limit.",
-        differs="requests above the limit queue (pool.policy.max_queue) instead of getting a 429",
+        differs="requests above it queue (pool.policy.max_queue) instead of getting a 429",
     )  # fmt: skip
     unlisted: bool = option(Flag(), False)
     name: str = option(Text(), "", doc="Display name.")

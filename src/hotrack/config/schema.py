@@ -59,8 +59,8 @@ class Reading:
 def option(
     kind: Kind, default: Any = dataclasses.MISSING, *, key: str = "", doc: str = "", differs: str = ""
 ) -> Any:
-    """One key. ``default``: a value, or the class of a block that may be left out. ``key``: its name in the file
-    when that is not the field's. ``differs``: a warning for files that use it, saying what hotrack does."""
+    """One key. ``default``: a value, or the class of a block that may be left out. ``key``: its name in the
+    file, when not the field's. ``differs``: a warning for files that use it, saying what hotrack does."""
     metadata = {"kind": kind, "key": key, "doc": doc, "differs": differs}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=dict, metadata=metadata)

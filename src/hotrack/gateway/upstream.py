@@ -69,6 +69,7 @@ class _Connection(asyncio.Protocol):
         self._chunks: deque[bytes] = deque()
         self._buffered = 0
         self._paused = False
+        self._keep_alive = False
 
     # asyncio.Protocol
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -130,6 +131,7 @@ class _Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self.complete = self.headers_done
+        self._keep_alive = bool(self.parser.should_keep_alive())  # only defined inside this callback
 
     # the exchange's side
     def fail(self, failure: BaseException) -> None:
@@ -167,9 +169,7 @@ class _Connection(asyncio.Protocol):
 
     @property
     def reusable(self) -> bool:
-        return (
-            self.complete and not self.lost and self.failure is None and bool(self.parser.should_keep_alive())
-        )
+        return self.complete and self._keep_alive and not self.lost and self.failure is None
 
 
 class UpstreamResponse:

@@ -1,0 +1,157 @@
+"""From a pool file to what the pool and the proxy are made of."""
+
+import shlex
+import sys
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+from hotrack.config.pool import CanaryConfig, EngineOptions, ModelConfig, PoolConfig
+from hotrack.core.errors import ConfigError
+from hotrack.gateway.request import Route
+from hotrack.gateway.routes import Routes
+from hotrack.members.spec import CanarySpec, Deadlines, MemberSpec
+from hotrack.plan.ledger import DeviceBudget, Footprint, GpuLedger, Term, assumed, operator
+from hotrack.pool.policy import PoolPolicy
+
+T = TypeVar("T")
+
+
+def member_specs(config: PoolConfig) -> tuple[MemberSpec, ...]:
+    """One spec per model, in the file's order.
+
+    Raises:
+        ConfigError: a model's keys contradict each other.
+    """
+    return tuple(_member(name, model, config) for name, model in config.models.items())
+
+
+def pool_policy(config: PoolConfig) -> PoolPolicy:
+    return _overlay(PoolPolicy(), config.pool.policy)
+
+
+def make_routes(config: PoolConfig) -> Routes:
+    """Where each id, alias and ``setParamsByID`` variant goes, and what changes in the body on the way."""
+    by_name: dict[str, Route] = {}
+    for name, model in config.models.items():
+        filters = model.filters
+        strip = frozenset(key.strip() for key in filters.strip_params.split(",")) - {"", "model"}
+        for alias in (name, *model.aliases, *filters.set_params_by_id):
+            overrides = {**filters.set_params, **filters.set_params_by_id.get(alias, {})}
+            overrides.pop("model", None)
+            by_name[alias] = Route(name, model.use_model_name or name, strip, overrides)
+    return Routes(by_name, [name for name, model in config.models.items() if not model.unlisted])
+
+
+def make_ledgers(config: PoolConfig, pools: dict[str, int]) -> dict[str, GpuLedger]:
+    """One ledger per device group, when the file states a budget. ``pools``: weights and KV bytes per member, as
+    far as they can be computed from its files.
+
+    Raises:
+        ConfigError: a member cannot be awake even alone; the message has the arithmetic.
+    """
+    memory = config.pool.memory
+    if memory.budget_bytes is None:
+        return {}
+    groups: dict[str, list[Footprint]] = {}
+    for name, model in config.models.items():
+        groups.setdefault(model.device_group, []).append(_footprint(name, model, pools.get(name, 0)))
+    budget = DeviceBudget(memory.budget_bytes, margin=operator(memory.margin_bytes or 0))
+    ledgers = {
+        group: GpuLedger.of(replace(budget, device=group), footprints) for group, footprints in groups.items()
+    }
+    for ledger in ledgers.values():
+        ledger.check_each_alone()
+    return ledgers
+
+
+def _footprint(name: str, model: ModelConfig, pool_bytes: int) -> Footprint:
+    stated = model.memory
+    pool: Term = assumed(pool_bytes) if stated.awake_bytes is None else operator(stated.awake_bytes)
+    residue = assumed(0) if stated.residue_bytes is None else operator(stated.residue_bytes)
+    return Footprint(name, pool=pool, residue=residue)
+
+
+def _member(name: str, model: ModelConfig, config: PoolConfig) -> MemberSpec:
+    pool = config.pool
+    level = pool.sleep.level if model.sleep_level is None else model.sleep_level
+    if level is None:
+        level = 0 if model.cmd is not None else 1  # any server can be stopped; only some can sleep
+    ttl = config.global_ttl_s if model.ttl_s is None or model.ttl_s < 0 else model.ttl_s
+    return MemberSpec(
+        name=name,
+        command=_command(name, model),
+        url=model.proxy if model.cmd is None and model.model is None else None,
+        env=dict(entry.split("=", 1) for entry in model.env),
+        aliases=(*model.aliases, *(key for key in model.filters.set_params_by_id if key != name)),
+        served_model_name=model.use_model_name,
+        device_group=model.device_group,
+        health_path=model.check_endpoint,
+        sleep_level=level or None,
+        awake_bytes=model.memory.awake_bytes,
+        residue_bytes=model.memory.residue_bytes,
+        priority=model.priority,
+        pinned=model.pinned,
+        ttl_s=ttl,
+        max_in_flight=model.concurrency_limit or None,
+        auto_wake=model.auto_wake,
+        canary=_canary(model.canary or pool.canary),
+        deadlines=_deadlines(model, config),
+    )
+
+
+def _deadlines(model: ModelConfig, config: PoolConfig) -> Deadlines:
+    deadlines = _overlay(Deadlines(), config.pool.sleep)
+    if config.pool.sleep.start_s is None and config.health_check_timeout_s is not None:
+        deadlines = replace(deadlines, start_s=config.health_check_timeout_s)
+    unload = model.unload_timeout_s or config.unload_timeout_s
+    if config.pool.sleep.stop_s is None and unload:
+        deadlines = replace(deadlines, stop_s=unload)
+    return deadlines
+
+
+def _canary(config: CanaryConfig) -> CanarySpec:
+    return _overlay(CanarySpec(), config) if config.enabled else CanarySpec(prompts=())
+
+
+def _command(name: str, model: ModelConfig) -> tuple[str, ...]:
+    if model.model is not None:
+        return (
+            sys.executable, "-m", "hotrack.server", model.model, "--uds", "${SOCKET}", "--served-model-name", name,
+            *engine_flags(model.engine),
+        )  # fmt: skip
+    if model.cmd is None:
+        return ()
+    try:
+        command = tuple(shlex.split(model.cmd))
+    except ValueError as error:
+        raise ConfigError(f"model {name!r}: cmd cannot be split into arguments: {error}") from error
+    if not command:
+        raise ConfigError(f"model {name!r}: cmd is empty")
+    if not any("${PORT}" in part or "${SOCKET}" in part for part in command):
+        raise ConfigError(
+            f"model {name!r}: cmd must contain ${{PORT}} (or ${{SOCKET}}): hotrack chooses where a server it starts "
+            "listens; for a server that runs already give only 'proxy'"
+        )
+    return command
+
+
+def engine_flags(options: EngineOptions) -> list[str]:
+    """Command-line flags of ``hotrack engine`` for what is set."""
+    flags: list[str] = []
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if value is None or field.name == "args":
+            continue
+        flag = "--" + field.name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(flag if value else flag.replace("--", "--no-", 1))
+        else:
+            flags += [flag, str(value)]
+    return [*flags, *options.args]
+
+
+def _overlay(defaults: T, options: Any) -> T:
+    """``defaults`` with every field that ``options`` states (is not None there)."""
+    known = {field.name for field in fields(defaults)}  # type: ignore[arg-type]
+    stated = {f.name: getattr(options, f.name) for f in fields(options) if f.name in known}
+    return replace(defaults, **{name: value for name, value in stated.items() if value is not None})  # type: ignore[type-var]
