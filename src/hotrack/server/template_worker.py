@@ -1,0 +1,129 @@
+"""Renders chat templates in a process of its own: a template comes with the model files, so it is not
+trusted.
+
+The sandbox keeps templates from reaching Python; this process keeps them from using up time and memory: the
+parent kills it when a render takes too long, the kernel refuses it memory beyond a limit, and it has no
+secrets. Started as ``python -m hotrack.server.template_worker``; frames on stdin and stdout are a 4-byte
+little-endian length and msgpack.
+"""
+
+import ctypes
+import datetime
+import json
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any, BinaryIO, NoReturn
+
+import jinja2
+import msgspec
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MEMORY_LIMIT_BYTES = 1 << 30
+MAX_OUTPUT_CHARS = 32 << 20
+_PR_SET_PDEATHSIG = 1
+
+
+class RenderJob(msgspec.Struct):
+    template: str
+    variables: dict[str, Any]
+
+
+class RenderResult(msgspec.Struct):
+    """Exactly one of the two is set."""
+
+    text: str | None = None
+    error: str | None = None
+
+
+class _Generation(Extension):
+    """``{% generation %}`` marks what the assistant wrote (used in training); here it is only its body."""
+
+    tags = {"generation"}  # noqa: RUF012 jinja2's protocol
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def environment() -> ImmutableSandboxedEnvironment:
+    """Jinja2 with the conventions of Hugging Face chat templates."""
+    env = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+    )
+    env.filters["tojson"] = _tojson
+    env.globals["raise_exception"] = _raise_exception
+    env.globals["strftime_now"] = _strftime_now
+    return env
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    # Jinja's own filter escapes HTML characters, which would put \u003c into prompts.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(layout: str) -> str:
+    return datetime.datetime.now().astimezone().strftime(layout)
+
+
+class Renderer:
+    """Compiles each template once."""
+
+    def __init__(self) -> None:
+        self._env = environment()
+        self._compiled: dict[str, jinja2.Template] = {}
+
+    def render(self, job: RenderJob) -> RenderResult:
+        try:
+            template = self._compiled.get(job.template)
+            if template is None:
+                template = self._compiled[job.template] = self._env.from_string(job.template)
+            pieces, size = [], 0
+            for piece in template.generate(job.variables):
+                size += len(piece)
+                if size > MAX_OUTPUT_CHARS:
+                    return RenderResult(error=f"it produced more than {MAX_OUTPUT_CHARS} characters")
+                pieces.append(piece)
+            return RenderResult(text="".join(pieces))
+        except MemoryError:
+            return RenderResult(error=f"it needed more than {MEMORY_LIMIT_BYTES >> 20} MiB of memory")
+        except Exception as error:  # noqa: BLE001 anything a hostile template raises is its own failure
+            return RenderResult(error=f"{type(error).__name__}: {error}"[:2000])
+
+
+def read_frame(stream: BinaryIO) -> bytes | None:
+    """One frame, or None when the other side has closed."""
+    header = stream.read(4)
+    return stream.read(int.from_bytes(header, "little")) if len(header) == 4 else None
+
+
+def frame(payload: bytes) -> bytes:
+    return len(payload).to_bytes(4, "little") + payload
+
+
+def serve(source: BinaryIO, sink: BinaryIO, render: Callable[[RenderJob], RenderResult]) -> None:
+    """Answer jobs one after the other until ``source`` ends."""
+    decoder = msgspec.msgpack.Decoder(RenderJob)
+    while (payload := read_frame(source)) is not None:
+        sink.write(frame(msgspec.msgpack.encode(render(decoder.decode(payload)))))
+        sink.flush()
+
+
+def main() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    serve(sys.stdin.buffer, sys.stdout.buffer, Renderer().render)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""A member around a scripted engine."""
+
+from typing import Any
+
+from fakes.scripted_engine import CHAT_TEMPLATE, EOS, ScriptedEngine, byte_tokenizer
+
+from hotrack.config.server import ServerConfig
+from hotrack.obs.member_metrics import MemberMetrics
+from hotrack.server.chat_template import ChatTemplate
+from hotrack.server.codec import Codec
+from hotrack.server.member import Member
+from hotrack.server.residency import Residency
+
+
+class InlineTemplate(ChatTemplate):
+    """Renders in this process, so that unit tests start none."""
+
+    async def _exchange(self, request: bytes) -> Any:
+        import msgspec
+
+        from hotrack.server.template_worker import Renderer, RenderJob
+
+        return Renderer().render(msgspec.msgpack.decode(request[4:], type=RenderJob))
+
+
+def scripted_member(
+    engine: ScriptedEngine, *, template: str | None = CHAT_TEMPLATE, max_model_len: int = 512, **config: Any
+) -> Member:
+    metrics = MemberMetrics("demo")
+    return Member(
+        names=("demo", "alias"),
+        root="/models/demo",
+        config=ServerConfig(**config),
+        engine=engine,
+        codec=Codec(byte_tokenizer(), max_model_len),
+        template=InlineTemplate(template, {}, timeout_s=5.0),
+        residency=Residency(engine, metrics, sleep_enabled=True),
+        metrics=metrics,
+        eos_token_ids=(EOS,),
+    )
