@@ -14,8 +14,10 @@ CONTROL, USER_DEFINED = 3, 4  # tokenizer.ggml.token_type values that are matche
 MAX_VOCAB = 1 << 22
 
 # Contractions, words with one leading symbol, numbers, punctuation with newlines, runs of blanks.
+_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 PATTERNS = {"llama-bpe": _WORDS % r"\p{N}{1,3}", "qwen2": _WORDS % r"\p{N}"}
 BYTE_LEVEL = ("gpt-2", "default")
 SUPPORTED = (*BYTE_LEVEL, "smollm", *PATTERNS)
