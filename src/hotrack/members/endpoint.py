@@ -6,7 +6,8 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """``base_url`` has no trailing slash. With ``uds`` set, connections go to that Unix socket and the host part of
+    """``base_url`` has no trailing slash. With ``uds`` set, connections go to that Unix socket and the host
+    part of
     ``base_url`` is only what the ``Host`` header says."""
 
     base_url: str

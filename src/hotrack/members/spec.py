@@ -46,13 +46,13 @@ class MemberSpec:
     """One model's server.
 
     ``command``: argument list of a process to start; ``${SOCKET}`` becomes a private Unix socket path, else
-    ``${PORT}`` a free loopback port. ``url`` instead of ``command``: an engine somebody else runs; it is put to sleep
-    and woken but never started or stopped.
+    ``${PORT}`` a free loopback port. ``url`` instead of ``command``: an engine somebody else runs; it is put
+    to sleep and woken but never started or stopped.
     ``served_model_name``: what the engine itself calls the model (default: ``name``).
     ``sleep_level``: vLLM's level; None means the engine cannot sleep and gives memory back by being stopped.
-    ``awake_bytes`` / ``residue_bytes``: most memory held awake / asleep, per device of the group; None means "measure
-    it". ``swap_bytes``: what must leave on sleep and return on wake (the weights); None turns that check off.
-    ``tolerance_bytes`` widens each of the three. ``ttl_s``: sleep after that long idle, 0 = never.
+    ``awake_bytes`` / ``residue_bytes``: most memory held awake / asleep, per device of the group; None means
+    "measure it". ``swap_bytes``: what must leave on sleep and return on wake (the weights); None turns that
+    check off. ``tolerance_bytes`` widens each of the three. ``ttl_s``: sleep after that long idle, 0 = never.
     ``max_in_flight``: requests admitted at once, the others queue; None = no limit.
     """
 
@@ -90,8 +90,8 @@ class MemberSpec:
             )
         if self.url is not None and self.sleep_level is None:
             raise ConfigError(
-                f"member {self.name!r} is run by somebody else and cannot sleep, so it could never give memory "
-                "back; give it a sleep level, or a command instead of a url"
+                f"member {self.name!r} is run by somebody else and cannot sleep, so it could never give "
+                "memory back; give it a sleep level, or a command instead of a url"
             )
 
     @property

@@ -2,10 +2,10 @@
 
     pool_a + nonpool_a + sum(residue_s for sleepers s) + foreign + margin <= total
 
-``pool`` is what the engine manages itself (weights and KV), ``nonpool`` what its process holds besides (contexts,
-communicators, workspaces), ``residue`` what a sleeper still holds, ``foreign`` is other people's memory. On a CPU the
-device is a budget of resident memory and the arithmetic is the same. With several members awake their pool and nonpool
-terms add up.
+``pool`` is what the engine manages itself (weights and KV), ``nonpool`` what its process holds besides
+(contexts, communicators, workspaces), ``residue`` what a sleeper still holds, ``foreign`` is other people's
+memory. On a CPU the device is a budget of resident memory and the arithmetic is the same. With several
+members awake their pool and nonpool terms add up.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -66,8 +66,8 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """``spare_bytes`` may be negative. ``arithmetic`` is the whole sum in words; ``warnings`` name terms that were
-    never measured."""
+    """``spare_bytes`` may be negative. ``arithmetic`` is the whole sum in words; ``warnings`` name terms
+    that were never measured."""
 
     fits: bool
     need_bytes: int
@@ -96,7 +96,9 @@ class DeviceBudget:
 
 @dataclass(frozen=True, slots=True)
 class GpuLedger:
-    """All terms of one device. Frozen: a measurement makes a new ledger (``with_residue``, ``with_awake``)."""
+    """All terms of one device. Frozen: a measurement makes a new ledger (``with_residue``,
+    ``with_awake``).
+    """
 
     budget: DeviceBudget
     footprints: Mapping[str, Footprint]
@@ -106,7 +108,9 @@ class GpuLedger:
         return cls(budget, {footprint.name: footprint for footprint in footprints})
 
     def fits(self, awake: Collection[str], *, absent: Collection[str] = ()) -> Verdict:
-        """Verdict on ``awake`` being awake while everyone else sleeps; ``absent`` members hold nothing (no process)."""
+        """Verdict on ``awake`` being awake while everyone else sleeps; ``absent`` members hold nothing (no
+        process).
+        """
         terms: list[tuple[str, Term]] = []
         for name in sorted(self.footprints):
             footprint = self.footprints[name]
@@ -131,7 +135,8 @@ class GpuLedger:
         return Verdict(spare >= 0, need, self.budget.total_bytes, arithmetic, warnings)
 
     def max_pool_bytes(self, name: str, *, absent: Collection[str] = ()) -> int:
-        """Largest ``pool`` with which ``name`` could be awake alone; as a share of the total it is vLLM's largest
+        """Largest ``pool`` with which ``name`` could be awake alone; as a share of the total it is vLLM's
+        largest
         ``gpu_memory_utilization``. Negative: not even an empty pool fits."""
         alone = self.fits((name,), absent=absent)
         return self.footprints[name].pool.num_bytes + alone.spare_bytes
@@ -140,15 +145,16 @@ class GpuLedger:
         """Warnings of the plan in which each member is awake alone.
 
         Raises:
-            ConfigError: a member can never be awake; the message carries the arithmetic and the largest pool it may have.
+            ConfigError: a member can never be awake; the message carries the arithmetic and the largest pool
+            it may have.
         """
         warnings: dict[str, None] = {}
         for name in self.footprints:
             verdict = self.fits((name,))
             if not verdict.fits:
                 raise ConfigError(
-                    f"member {name!r} cannot be awake even with every other member asleep: {verdict.arithmetic}; "
-                    f"its pool may be at most {format_bytes(max(0, self.max_pool_bytes(name)))}"
+                    f"member {name!r} cannot be awake even with every other member asleep: "
+                    f"{verdict.arithmetic}; its pool may be at most {format_bytes(max(0, self.max_pool_bytes(name)))}"
                 )
             warnings.update(dict.fromkeys(verdict.warnings))
         return tuple(warnings)
@@ -157,7 +163,9 @@ class GpuLedger:
         return self._with(replace(self.footprints[name], residue=residue))
 
     def with_awake(self, name: str, awake: Term) -> "GpuLedger":
-        """A process total seen from outside: pool and nonpool cannot be told apart, so all of it counts as pool."""
+        """A process total seen from outside: pool and nonpool cannot be told apart, so all of it counts as
+        pool.
+        """
         return self._with(replace(self.footprints[name], pool=awake, nonpool=NOTHING))
 
     def _with(self, footprint: Footprint) -> "GpuLedger":

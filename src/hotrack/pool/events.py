@@ -40,9 +40,10 @@ class StateChanged:
 class SwapRecord:
     """One transition of a device group, with what it cost.
 
-    ``victims`` gave their memory back, ``target`` (None: only a sleep) took it. Byte counts are measured, of the first
-    victim around its sleep and of the target around its wake; None = not measured. ``result``: 'ok', 'cancelled' or an
-    error code. ``first_token_ms``: from ready to the first byte of the first request served, filled in when it happens.
+    ``victims`` gave their memory back, ``target`` (None: only a sleep) took it. Byte counts are measured, of
+    the first victim around its sleep and of the target around its wake; None = not measured. ``result``:
+    'ok', 'cancelled' or an error code. ``first_token_ms``: from ready to the first byte of the first request
+    served, filled in when it happens.
     """
 
     number: int
@@ -86,7 +87,9 @@ class FirstByte:
 
 @dataclass(frozen=True, slots=True)
 class CanaryRan:
-    """``result``: 'recorded', 'identical', 'mismatch'. ``evidence`` is what an operator needs after a mismatch."""
+    """``result``: 'recorded', 'identical', 'mismatch'. ``evidence`` is what an operator needs after a
+    mismatch.
+    """
 
     time: float
     member: str
@@ -101,6 +104,16 @@ class RequestsCut:
     time: float
     member: str
     count: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestAdmitted:
+    """A request that had to queue got its lease."""
+
+    time: float
+    member: str
+    request_id: str
+    waited_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +134,24 @@ class MemoryMeasured:
     num_bytes: int
 
 
-Event = StateChanged | SwapDone | FirstByte | CanaryRan | RequestsCut | RequestRefused | MemoryMeasured
+Event = (
+    StateChanged
+    | SwapDone
+    | FirstByte
+    | CanaryRan
+    | RequestsCut
+    | RequestAdmitted
+    | RequestRefused
+    | MemoryMeasured
+)
 Listener = Callable[[Event], None]
 
 
 class EventLog:
     """Bounded history with listeners (called at once, must not block) and asynchronous subscribers.
 
-    A subscriber that falls more than ``backlog`` events behind loses the oldest ones: the pool never waits for it.
+    A subscriber that falls more than ``backlog`` events behind loses the oldest ones: the pool never waits
+    for it.
     """
 
     def __init__(self, history: int = 1000, backlog: int = 1000) -> None:

@@ -26,17 +26,19 @@ class LeaseOwner(Protocol):
 class Lease(Request):
     """``async with pool.lease(model) as lease: ... lease.endpoint``.
 
-    Entering waits until the member is awake, verified and admits the request; leaving gives the place back, also when
-    the block raised or was cancelled. While inside, no sleep is sent to the member's engine unless ``abandoned`` was
-    set ``abort_grace_s`` before: then the holder must stop reading and end its answer with ``DrainTimeoutError``.
+    Entering waits until the member is awake, verified and admits the request; leaving gives the place back,
+    also when the block raised or was cancelled. While inside, no sleep is sent to the member's engine unless
+    ``abandoned`` was set ``abort_grace_s`` before: then the holder must stop reading and end its answer with
+    ``DrainTimeoutError``.
 
     Entering raises:
-        UnavailableError: its ``code`` and ``retry_after_s`` say why and until when; subclasses QueueFullError,
-            ModelAsleepError, ModelStartingError, WakeFailedError, InsufficientMemoryError, DeadlineExceededError,
-            MemberFailedError, DrainingError.
+        UnavailableError: its ``code`` and ``retry_after_s`` say why and until when; subclasses
+        QueueFullError,
+            ModelAsleepError, ModelStartingError, WakeFailedError, InsufficientMemoryError,
+            DeadlineExceededError, MemberFailedError, DrainingError.
     """
 
-    __slots__ = ("_abandoned", "_future", "_owner", "endpoint")
+    __slots__ = ("_abandoned", "_error", "_future", "_owner", "endpoint")
 
     def __init__(
         self,
@@ -52,6 +54,7 @@ class Lease(Request):
         self.endpoint = Endpoint("")
         self._owner = owner
         self._abandoned: asyncio.Event | None = None
+        self._error: HotrackError | None = None
         self._future: asyncio.Future[None] | None = None
 
     @property
@@ -71,9 +74,11 @@ class Lease(Request):
         return self._owner.estimate_s(self.member)
 
     async def __aenter__(self) -> Self:
-        self._owner.on_request(self)  # raises, grants at once, or queues
+        self._owner.on_request(self)
         if self.state is RequestState.GRANTED:
             return self
+        if self._error is not None:
+            raise self._error
         self._future = asyncio.get_running_loop().create_future()
         try:
             await self._future
@@ -96,8 +101,8 @@ class Lease(Request):
     def refuse(self, error: HotrackError) -> None:
         """For the pool's effects: the request ends without being admitted."""
         if self._future is None:
-            raise error
-        if not self._future.done():
+            self._error = error
+        elif not self._future.done():
             self._future.set_exception(error)
 
     def abandon(self) -> None:

@@ -10,14 +10,15 @@ class PoolPolicy:
     """Fairness, bounds and failure handling of one device group.
 
     A member keeps the device while it has work, until another member's request is due:
-    ``max_batch_requests`` admitted or ``max_residency_s`` passed since it became ready (the quantum), or the other's
-    oldest request has waited ``max_wait_s``, or the other's request has a strictly better priority. It keeps the device
-    for ``min_residency_s`` in any case, unless a request's deadline would be missed.
+    ``max_batch_requests`` admitted or ``max_residency_s`` passed since it became ready (the quantum), or the
+    other's oldest request has waited ``max_wait_s``, or the other's request has a strictly better priority.
+    It keeps the device for ``min_residency_s`` in any case, unless a request's deadline would be missed.
 
     ``max_queue``: requests waiting per member. ``max_queue_wait_s``: a request that waits longer gets a 504.
     ``ageing_s``: waiting this long is worth one step of priority inside a member's queue.
     ``max_failures``: consecutive failures before a member is quarantined. ``backoff_s`` doubles per failure.
-    ``boot``: start every member once at pool start (start, verify, sleep), so that later waits are only wakes.
+    ``boot``: start every member once at pool start (start, verify, sleep), so that later waits are only
+    wakes.
     """
 
     min_residency_s: float = 1.0
@@ -55,7 +56,8 @@ class PoolPolicy:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.max_residency_s < self.min_residency_s:
             raise ConfigError(
-                f"max_residency_s ({self.max_residency_s:g}) is less than min_residency_s ({self.min_residency_s:g})"
+                f"max_residency_s ({self.max_residency_s:g}) is less than "
+                f"min_residency_s ({self.min_residency_s:g})"
             )
 
     def backoff_after(self, failures: int) -> float:

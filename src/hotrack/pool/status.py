@@ -7,7 +7,9 @@ from hotrack.core.lifecycle import MemberState
 
 @dataclass(frozen=True, slots=True)
 class MemberStatus:
-    """One member as last observed. Bytes are measured (None: not yet); times are medians of measured swaps."""
+    """One member as last observed. Bytes are measured (None: not yet); times are medians of measured
+    swaps.
+    """
 
     name: str
     aliases: tuple[str, ...]

@@ -1,0 +1,165 @@
+"""What the pool drives: one member, as a protocol and as the real thing (process + HTTP client + memory
+probe).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from hotrack.core.errors import MemberFailedError
+from hotrack.core.lifecycle import SleepMode
+from hotrack.members.canary import CanaryAnswer
+from hotrack.members.client import MemberClient
+from hotrack.members.endpoint import Endpoint
+from hotrack.members.probe import MemoryProbe, ProcessTreeProbe
+from hotrack.members.process import MemberProcess
+from hotrack.members.spec import MemberSpec
+
+ExitCallback = Callable[[int], None]
+
+
+class Member(Protocol):
+    """Every coroutine either did what it says or raised ``HotrackError``; none waits longer than its
+    deadline in
+    ``spec.deadlines``. A 2xx answer is only a claim: the pool checks ``is_sleeping`` and ``memory_bytes``
+    after it.
+    """
+
+    spec: MemberSpec
+
+    @property
+    def endpoint(self) -> Endpoint: ...
+
+    @property
+    def pid(self) -> int | None: ...
+
+    @property
+    def alive(self) -> bool:
+        """False when its process is known to be gone. An external engine counts as alive."""
+        ...
+
+    def watch(self, on_exit: ExitCallback) -> None:
+        """Call back once per process exit that ``stop`` did not ask for."""
+        ...
+
+    async def launch(self) -> None:
+        """Start the process (external: nothing). Does not wait for it to be healthy."""
+        ...
+
+    async def stop(self) -> None:
+        """End the whole process group and reap it. Raises when it cannot, e.g. for an external engine."""
+        ...
+
+    async def healthy(self) -> bool: ...
+
+    async def is_sleeping(self) -> bool: ...
+
+    async def sleep(self, mode: SleepMode) -> None:
+        """Sleep at ``spec.sleep_level``. Sleeping twice is fine."""
+        ...
+
+    async def wake_up(self) -> None:
+        """Wake fully; level 2 reloads the weights. Prefix caches that outlived their KV are reset."""
+        ...
+
+    async def ask(self, prompt: str, max_tokens: int) -> CanaryAnswer: ...
+
+    async def memory_bytes(self) -> int | None:
+        """Device bytes the member's process tree holds now; None when nobody can measure it."""
+        ...
+
+    def logs(self) -> list[str]: ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class MemberFactory:
+    """Makes real members. ``log_dir``: one log file per member there (None: only the ring buffer)."""
+
+    log_dir: Path | None = None
+    probe: MemoryProbe = field(default_factory=ProcessTreeProbe)
+
+    def __call__(self, spec: MemberSpec) -> Member:
+        return EngineMember(spec, log_dir=self.log_dir, probe=self.probe)
+
+
+class EngineMember:
+    """A member with vLLM's HTTP dialect, launched by us or only known by its URL."""
+
+    def __init__(self, spec: MemberSpec, *, log_dir: Path | None, probe: MemoryProbe) -> None:
+        self.spec = spec
+        self._probe = probe
+        self._process = MemberProcess(spec, log_dir=log_dir) if spec.command else None
+        self._client: MemberClient | None = None
+        self._endpoint = Endpoint(spec.url.rstrip("/")) if spec.url else Endpoint("")
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return self._endpoint
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    @property
+    def alive(self) -> bool:
+        return self._process is None or self._process.pid is not None
+
+    def watch(self, on_exit: ExitCallback) -> None:
+        if self._process:
+            self._process.on_exit = on_exit
+
+    async def launch(self) -> None:
+        if self._process:
+            await self.close()
+            self._endpoint = await self._process.start()
+
+    async def stop(self) -> None:
+        if self._process is None:
+            raise MemberFailedError(
+                f"{self.spec.name} runs outside hotrack at {self.spec.url}; stop it where it was started"
+            )
+        await self.close()
+        await self._process.stop()
+
+    async def healthy(self) -> bool:
+        return await self._api().healthy()
+
+    async def is_sleeping(self) -> bool:
+        return await self._api().is_sleeping()
+
+    async def sleep(self, mode: SleepMode) -> None:
+        await self._api().sleep(self.spec.sleep_level or 1, mode)
+
+    async def wake_up(self) -> None:
+        api = self._api()
+        if self.spec.sleep_level == 2:
+            await api.wake_up(("weights",))
+            await api.reload_weights()
+            await api.wake_up(("kv_cache",))
+        else:
+            await api.wake_up()
+        await api.reset_prefix_cache()
+
+    async def ask(self, prompt: str, max_tokens: int) -> CanaryAnswer:
+        return await self._api().ask(prompt, max_tokens)
+
+    async def memory_bytes(self) -> int | None:
+        pid = self.pid
+        return None if pid is None else await self._probe.memory_bytes(pid)
+
+    def logs(self) -> list[str]:
+        return self._process.logs() if self._process else []
+
+    async def close(self) -> None:
+        """Close the HTTP client; the process is left alone."""
+        if self._client is not None:
+            client, self._client = self._client, None
+            await client.close()
+
+    def _api(self) -> MemberClient:
+        if self._client is None:
+            self._client = MemberClient(self._endpoint, self.spec)
+        return self._client

@@ -1,0 +1,37 @@
+"""What may be awake together: by a memory budget, or one at a time when there is none. Pure."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+from hotrack.plan.ledger import GpuLedger, Term, Verdict
+
+
+class Capacity(Protocol):
+    def fits(self, awake: Collection[str], *, absent: Collection[str] = ()) -> Verdict: ...
+
+    def with_residue(self, name: str, residue: Term) -> "Capacity": ...
+
+    def with_awake(self, name: str, awake: Term) -> "Capacity": ...
+
+
+@dataclass(frozen=True, slots=True)
+class OneAtATime:
+    """Without a budget, one awake member has the whole device."""
+
+    def fits(self, awake: Collection[str], *, absent: Collection[str] = ()) -> Verdict:
+        del absent
+        names = ", ".join(sorted(awake)) or "nobody"
+        return Verdict(len(awake) <= 1, len(awake), 1, f"one member at a time has the device, not {names}")
+
+    def with_residue(self, name: str, residue: Term) -> "OneAtATime":
+        del name, residue
+        return self
+
+    def with_awake(self, name: str, awake: Term) -> "OneAtATime":
+        del name, awake
+        return self
+
+
+def ledger_capacity(ledger: GpuLedger | None) -> Capacity:
+    return OneAtATime() if ledger is None else ledger

@@ -1,0 +1,500 @@
+"""The run loop: one owner of everything that changes in a device group.
+
+Events come in as plain method calls (``on_*``), are decided at once, and leave as calls on ``Effects``. No
+method awaits, so no two ever interleave; nothing here knows asyncio. Rules:
+
+* Every request is granted, refused, cancelled or waits in a queue with a deadline; none is dropped.
+* One switch at a time: its victims drain (their new requests queue), then one transition task runs.
+* The path of a request for a ready member in a quiet group is a few attribute reads.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from hotrack.core.clock import Clock
+from hotrack.core.errors import (
+    DeadlineExceededError,
+    DrainingError,
+    HotrackError,
+    InsufficientMemoryError,
+    MemberFailedError,
+    ModelAsleepError,
+    QueueFullError,
+    WakeFailedError,
+)
+from hotrack.core.lifecycle import MemberState
+from hotrack.members.member import Member
+from hotrack.obs.log import get_logger
+from hotrack.plan.ledger import Verdict, measured
+from hotrack.pool.capacity import Capacity
+from hotrack.pool.effects import Effects
+from hotrack.pool.entry import Entry
+from hotrack.pool.events import (
+    CanaryRan,
+    Cause,
+    FirstByte,
+    MemoryMeasured,
+    RequestAdmitted,
+    RequestRefused,
+    RequestsCut,
+    StateChanged,
+    SwapDone,
+    SwapRecord,
+)
+from hotrack.pool.policy import PoolPolicy
+from hotrack.pool.request import Request, RequestState
+from hotrack.pool.scheduler import GroupView, Refuse, SwapScheduler, Switch, Wait
+from hotrack.pool.status import MemberStatus
+from hotrack.pool.transitions import Outcome
+
+log = get_logger(__name__)
+_S = MemberState
+FOR_WAITERS = frozenset({Cause.REQUEST, Cause.QUANTUM, Cause.MAX_WAIT, Cause.PRIORITY, Cause.DEADLINE})
+WORKING = frozenset({_S.READY, _S.DRAINING, _S.ASLEEP})
+
+
+@dataclass(slots=True)
+class Command:
+    """An operator's wish ('boot', 'sleep', 'unload'); ``done`` is called once, with what went wrong."""
+
+    kind: str
+    name: str
+    done: Callable[[HotrackError | None], None]
+
+
+class RunLoop:
+    def __init__(
+        self,
+        members: Sequence[Member],
+        policy: PoolPolicy,
+        capacity: Capacity,
+        clock: Clock,
+        effects: Effects,
+    ) -> None:
+        self._entries = {member.spec.name: Entry(member) for member in members}
+        self._policy = policy
+        self._capacity = capacity
+        self._clock = clock
+        self._effects = effects
+        self._scheduler = SwapScheduler(policy)
+        self._commands: deque[Command] = deque()
+        self._switch: Switch | None = None  # draining, or running
+        self._command: Command | None = None  # the one the switch is for
+        self._record: SwapRecord | None = None
+        self._running = False
+        self._switch_since = 0.0
+        self._drain_until = inf
+        self._cut_at = inf
+        self._restore: str | None = None
+        self._contended = False  # somebody waits or moves: no fast path
+        self._num_swaps = 0
+        self._closing = False
+
+    # --- requests
+
+    def on_request(self, request: Request) -> None:
+        """Grant, refuse or queue it before returning."""
+        entry = self._entries[request.member]
+        if not self._contended and entry.state is _S.READY and entry.has_room:
+            self._admit(entry, request)
+            return
+        error = self._door(entry, request)
+        if error is not None:
+            self._refuse(request, error)
+            return
+        request.state = RequestState.WAITING
+        entry.enqueue(request, self._policy)
+        self._settle()
+
+    def on_served(self, request: Request) -> None:
+        """The holder is done with its lease. Harmless when the lease was already cut."""
+        if request.state is not RequestState.GRANTED:
+            return
+        request.state = RequestState.ENDED
+        entry = self._entries[request.member]
+        entry.leases.discard(request)
+        entry.last_used = self._clock.now()
+        if self._contended or entry.queue:
+            self._settle()
+
+    def on_cancel(self, request: Request) -> None:
+        """The client went away while its request was entering."""
+        if request.state is RequestState.GRANTED:
+            self.on_served(request)
+        elif request.state is RequestState.WAITING:
+            request.state = RequestState.ENDED
+            self._entries[request.member].queue.remove(request)
+            self._settle()
+
+    def on_first_byte(self, request: Request) -> None:
+        swap = request.swap
+        if swap is not None and swap.first_token_ms is None:
+            now = self._clock.now()
+            swap.first_token_ms = (now - self._entries[request.member].ready_since) * 1e3
+            self._effects.publish(FirstByte(now, swap))
+
+    def estimate_s(self, member: str) -> float:
+        """Seconds until ``member`` can admit a request, from measured times."""
+        entry, now = self._entries[member], self._clock.now()
+        if entry.state is _S.READY and not self._contended:
+            return 0.0
+        estimate = max(0.0, entry.retry_at - now)
+        if entry.state is not _S.READY:
+            estimate += entry.swap_in_s
+        if self._switch is not None and self._switch.target == member:
+            return max(0.0, estimate - (now - self._switch_since))
+        awake = [e for e in self._entries.values() if e.state is _S.READY and e is not entry]
+        return estimate + sum(e.typical_s("sleep") for e in awake)
+
+    # --- operator
+
+    def on_command(self, command: Command) -> None:
+        self._commands.append(command)
+        self._settle()
+
+    def on_pardon(self, name: str) -> None:
+        """An operator wants a failed or quarantined member tried again, now."""
+        entry = self._entries[name]
+        entry.num_failures, entry.retry_at = 0, -inf
+        if entry.state is _S.QUARANTINED:
+            self.moved(name, _S.STOPPED if not entry.holds else _S.STARTING, "operator")
+
+    def on_close(self) -> None:
+        """Refuse everybody who waits; the caller then ends tasks and processes."""
+        self._closing = True
+        for entry in self._entries.values():
+            self._refuse_waiters(entry, lambda: DrainingError("the pool is shutting down"))
+        commands, self._commands = [*self._commands], deque()
+        for command in (*commands, *([self._command] if self._command else [])):
+            command.done(DrainingError("the pool is shutting down"))
+        self._command = None
+        self._effects.set_timer(inf)
+
+    # --- the world
+
+    def on_timer(self) -> None:
+        self._settle()
+
+    def on_exit(self, name: str, reason: str) -> None:
+        """A process ended by itself. A transition that works on it notices by itself."""
+        entry = self._entries[name]
+        if self._closing or entry.state not in WORKING:
+            return
+        self.failed(name, MemberFailedError(f"{name} ended unexpectedly: {reason}"), holds=False)
+        self._settle()
+
+    def on_probe(self, name: str, *, healthy: bool, memory_bytes: int | None) -> None:
+        """Result of the periodic look. Two misses in a row are a failure."""
+        entry = self._entries[name]
+        entry.memory_bytes = memory_bytes if memory_bytes is not None else entry.memory_bytes
+        entry.missed_probes = 0 if healthy else entry.missed_probes + 1
+        if entry.missed_probes >= 2:
+            entry.missed_probes = 0
+            self.on_exit(name, "it no longer answers its health check")
+
+    def on_switch_done(self, outcome: Outcome) -> None:
+        """The transition task ended."""
+        switch, record = self._switch, self._record
+        assert switch is not None
+        assert record is not None
+        self._switch = self._record = None
+        self._running = False
+        error = outcome.error
+        if error is not None:
+            record.result, record.error = error.code, error.message
+            log.warning("swap %d to %s failed: %s", record.number, switch.target, error.message)
+        if switch.target is not None and not outcome.victim_failed:
+            self._target_done(self._entries[switch.target], switch, record, error)
+        self._effects.publish(SwapDone(self._clock.now(), record))
+        command, self._command = self._command, None
+        if command is not None:
+            command.done(error)
+        self._settle()
+
+    def _target_done(
+        self, entry: Entry, switch: Switch, record: SwapRecord, error: HotrackError | None
+    ) -> None:
+        now = self._clock.now()
+        if error is None:
+            if entry.last_failed_swap != record.number:
+                entry.num_failures = 0
+            entry.retry_at = -inf
+            if entry.state is _S.VERIFYING:
+                self.moved(entry.name, _S.READY)
+                entry.ready_since = entry.last_used = now
+                entry.served = 0
+                entry.first_swap = record
+            return
+        if entry.state is _S.ASLEEP:  # rolled back; a failed one was struck when it failed
+            entry.strike(error, now, self._policy)
+        wait_s = max(0.0, entry.retry_at - now) + entry.swap_in_s
+        kind = InsufficientMemoryError if isinstance(error, InsufficientMemoryError) else WakeFailedError
+        self._refuse_waiters(entry, lambda: kind(error.message, retry_after_s=wait_s))
+        asleep = [name for name in switch.victims if self._entries[name].state is _S.ASLEEP]
+        self._restore = asleep[0] if asleep and switch.cause in FOR_WAITERS else None
+
+    # --- Sink: a transition reports
+
+    def state(self, name: str) -> MemberState:
+        return self._entries[name].state
+
+    def moved(self, name: str, new: MemberState, reason: str = "") -> None:
+        entry = self._entries[name]
+        old = entry.move(new)
+        if new is _S.STARTING or new is _S.WAKING:
+            entry.holds = True
+        elif new is _S.STOPPED:
+            entry.holds, entry.memory_bytes = False, None
+        elif new is _S.ASLEEP and old is _S.SUSPENDING:
+            entry.num_cycles += 1
+        log.info("%s: %s -> %s%s", name, old, new, f" ({reason})" if reason else "")
+        self._effects.publish(StateChanged(self._clock.now(), name, old, new, reason))
+
+    def failed(self, name: str, error: HotrackError, *, holds: bool) -> None:
+        entry = self._entries[name]
+        for lease in entry.leases:  # their connections broke with the process
+            lease.state = RequestState.ENDED
+        entry.leases.clear()
+        entry.holds = holds
+        entry.strike(error, self._clock.now(), self._policy)
+        entry.last_failed_swap = self._record.number if self._record else 0
+        self.moved(name, _S.FAILED, error.message)
+        if entry.num_failures >= self._policy.max_failures:
+            self.moved(name, _S.QUARANTINED, f"{entry.num_failures} failures in a row")
+
+    def measured(self, name: str, kind: str, num_bytes: int | None) -> None:
+        entry = self._entries[name]
+        if num_bytes is None:
+            return
+        entry.memory_bytes = num_bytes
+        if kind == "residue":
+            entry.residue_bytes = num_bytes
+            self._capacity = self._capacity.with_residue(name, measured(num_bytes))
+        else:
+            entry.awake_bytes = max(num_bytes, entry.awake_bytes or 0)
+            if num_bytes > (entry.spec.awake_bytes or 0):  # a declared bound stays until it is exceeded
+                self._capacity = self._capacity.with_awake(name, measured(entry.awake_bytes))
+        self._effects.publish(MemoryMeasured(self._clock.now(), name, kind, num_bytes))
+
+    def timed(self, name: str, kind: str, seconds: float) -> None:
+        self._entries[name].times[kind].append(seconds)
+
+    def canary(self, name: str, result: str, evidence: str = "") -> None:
+        if evidence:
+            log.warning("%s: canary %s: %s", name, result, evidence)
+        self._effects.publish(CanaryRan(self._clock.now(), name, result, evidence))
+
+    def fits(self, name: str) -> Verdict:
+        view = self._view()
+        up = {m.name for m in view.members if m.state is _S.READY or m.stuck} | {name}
+        absent = {m.name for m in view.members if m.absent} - {name}
+        return self._capacity.fits(up, absent=absent)
+
+    def status(self) -> list[MemberStatus]:
+        now = self._clock.now()
+        return [entry.status(now) for entry in self._entries.values()]
+
+    # --- deciding
+
+    def _settle(self) -> None:
+        """Do everything that can be done now, then say when to look again."""
+        if self._closing:
+            return
+        now = self._clock.now()
+        self._expire(now)
+        look_at = inf
+        while True:
+            for entry in self._entries.values():
+                self._admit_waiters(entry)
+            if self._running:
+                break
+            if self._switch is not None:
+                look_at = self._drain(self._switch, now)
+                if self._switch is not None:
+                    break
+                continue
+            step = self._command_step() or self._scheduler.decide(self._view(), now)
+            if isinstance(step, Wait) and self._restore is not None:
+                step = Switch(Cause.RESTORE, self._restore)
+            if isinstance(step, Wait):
+                look_at = step.until
+                break
+            if isinstance(step, Refuse):
+                self._refuse_unfit(step)
+            else:
+                self._begin(step, now)
+        waiting = [request for entry in self._entries.values() for request in entry.queue]
+        self._contended = bool(waiting or self._switch or self._commands)
+        self._effects.set_timer(min([look_at, *(request.deadline for request in waiting)]))
+
+    def _admit_waiters(self, entry: Entry) -> None:
+        if entry.state is not _S.READY or not entry.queue:
+            return
+        contended = any(other.queue for other in self._entries.values() if other is not entry)
+        while entry.queue and entry.has_room:
+            if contended and entry.served >= self._policy.max_batch_requests:
+                return
+            self._admit(entry, entry.queue.pop(0))
+
+    def _admit(self, entry: Entry, request: Request) -> None:
+        waited = request.state is RequestState.WAITING
+        request.state = RequestState.GRANTED
+        entry.leases.add(request)
+        entry.served += 1
+        if entry.first_swap is not None:
+            request.swap, entry.first_swap = entry.first_swap, None
+        self._effects.grant(request, entry.member.endpoint)
+        if waited:
+            now = self._clock.now()
+            self._effects.publish(RequestAdmitted(now, entry.name, request.request_id, now - request.arrived))
+
+    def _begin(self, switch: Switch, now: float) -> None:
+        """Victims take no new requests from here on."""
+        self._num_swaps += 1
+        self._switch, self._switch_since, self._restore = switch, now, None
+        self._record = SwapRecord(
+            self._num_swaps, now, switch.cause, switch.target, switch.victims, switch.request_id
+        )
+        self._cut_at = inf
+        drain_s = 0.0
+        for name in switch.victims:
+            if self._entries[name].state is _S.READY:
+                self.moved(name, _S.DRAINING, f"{switch.cause} of {switch.target or 'nobody'}")
+                drain_s = max(drain_s, self._entries[name].spec.deadlines.drain_s)
+        self._drain_until = now + drain_s
+
+    def _drain(self, switch: Switch, now: float) -> float:
+        """Launch the transition when its victims are idle or cut, or give up when nobody wants it any
+        more.
+        """
+        assert self._record is not None
+        victims = [self._entries[name] for name in switch.victims]
+        if switch.cause in FOR_WAITERS and switch.target and not self._entries[switch.target].queue:
+            for entry in victims:
+                if entry.state is _S.DRAINING:
+                    self.moved(entry.name, _S.READY, "nobody waits any more")
+            self._switch = self._record = None
+            return inf
+        busy = [entry for entry in victims if entry.leases]
+        if busy and now < self._drain_until:
+            return self._drain_until
+        if busy and self._cut_at == inf:
+            self._cut(busy, now)
+        if busy and now < self._cut_at:
+            return self._cut_at
+        for entry in busy:
+            for lease in entry.leases:
+                lease.state = RequestState.ENDED
+            entry.leases.clear()
+        self._record.drain_ms = (now - self._switch_since) * 1e3
+        self._running = True
+        self._effects.run(switch, self._record, abort=self._cut_at != inf)
+        return inf
+
+    def _cut(self, busy: Sequence[Entry], now: float) -> None:
+        for entry in busy:
+            for lease in entry.leases:
+                self._effects.abandon(lease)
+            log.warning("%s: %d requests cut at the drain deadline", entry.name, len(entry.leases))
+            self._effects.publish(RequestsCut(now, entry.name, len(entry.leases)))
+        self._cut_at = now + self._policy.abort_grace_s
+
+    def _command_step(self) -> Switch | None:
+        """The switch for the next command; commands with nothing to do end here."""
+        while self._commands:
+            command = self._commands.popleft()
+            step = self._switch_for(command)
+            if isinstance(step, Switch):
+                self._command = command
+                return step
+            command.done(step)
+        return None
+
+    def _switch_for(self, command: Command) -> Switch | HotrackError | None:
+        entry = self._entries[command.name]
+        if command.kind == "boot":
+            if entry.state not in (_S.STOPPED, _S.UNKNOWN):
+                return None
+            victims = self._scheduler.victims(self._view(), entry.name)
+            if victims is None:
+                return self._unfit(entry.name, self._scheduler.verdict_alone(self._view(), entry.name))
+            alone = not any(other.state is _S.READY for other in self._entries.values())
+            found_awake_may_stay = entry.state is _S.UNKNOWN and alone
+            return Switch(Cause.BOOT, entry.name, victims, then_sleep=not found_awake_may_stay)
+        if command.kind == "sleep":
+            ready = entry.state is _S.READY
+            return Switch(Cause.OPERATOR, victims=(entry.name,)) if ready else None
+        assert command.kind == "unload", command.kind
+        if entry.state is _S.STOPPED:
+            return None
+        return Switch(Cause.OPERATOR, victims=(entry.name,), stop=True)
+
+    def _view(self) -> GroupView:
+        return GroupView([entry.view() for entry in self._entries.values()], self._capacity)
+
+    # --- saying no
+
+    def _door(self, entry: Entry, request: Request) -> HotrackError | None:
+        """Why a request may not even queue."""
+        now, name = self._clock.now(), entry.name
+        wait_s = self.estimate_s(name)
+        if self._closing:
+            return DrainingError("the pool is shutting down")
+        if entry.state is _S.QUARANTINED:
+            return MemberFailedError(
+                f"{name} is quarantined after repeated failures and needs an operator: {entry.last_error}"
+            )
+        if not entry.spec.auto_wake and entry.state is _S.ASLEEP:
+            return ModelAsleepError(f"{name} is asleep and is not woken by requests; wake it first")
+        if entry.retry_at > now:
+            kind = WakeFailedError if entry.state is _S.ASLEEP else MemberFailedError
+            return kind(f"{name} failed and is backing off: {entry.last_error}", retry_after_s=wait_s)
+        if len(entry.queue) >= self._policy.max_queue:
+            return QueueFullError(
+                f"{len(entry.queue)} requests already wait for {name} (limit {self._policy.max_queue})",
+                retry_after_s=wait_s,
+            )
+        if now + wait_s > request.deadline:
+            return DeadlineExceededError(
+                f"{name} needs about {wait_s:.1f} s before it can answer, the deadline is in "
+                f"{request.deadline - now:.1f} s",
+                retry_after_s=wait_s,
+            )
+        return None
+
+    def _expire(self, now: float) -> None:
+        for entry in self._entries.values():
+            late = [request for request in entry.queue if request.deadline <= now]
+            for request in late:
+                entry.queue.remove(request)
+                waited = f"{entry.name} was not ready after {now - request.arrived:.1f} s of waiting"
+                self._refuse(
+                    request, DeadlineExceededError(waited, retry_after_s=self.estimate_s(entry.name))
+                )
+
+    def _refuse_unfit(self, step: Refuse) -> None:
+        self._refuse_waiters(self._entries[step.target], lambda: self._unfit(step.target, step.verdict))
+
+    def _unfit(self, name: str, verdict: Verdict) -> InsufficientMemoryError:
+        blame = "".join(
+            f"; {entry.name} is {entry.state} and may still hold memory: {entry.last_error}"
+            for entry in self._entries.values()
+            if entry.holds and entry.state in (_S.FAILED, _S.QUARANTINED)
+        )
+        return InsufficientMemoryError(
+            f"{name} cannot be awake: {verdict.arithmetic}{blame}", retry_after_s=self._policy.max_backoff_s
+        )
+
+    def _refuse_waiters(self, entry: Entry, error: Callable[[], HotrackError]) -> None:
+        queue, entry.queue = entry.queue, []
+        for request in queue:
+            self._refuse(request, error())
+
+    def _refuse(self, request: Request, error: HotrackError) -> None:
+        request.state = RequestState.ENDED
+        self._effects.refuse(request, error)
+        self._effects.publish(
+            RequestRefused(self._clock.now(), request.member, request.request_id, error.code)
+        )

@@ -1,0 +1,194 @@
+"""SwapScheduler: from an immutable picture of one device group and the time, what to do next. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from hotrack.core.lifecycle import MemberState
+from hotrack.plan.ledger import Verdict
+from hotrack.pool.capacity import Capacity
+from hotrack.pool.events import Cause
+from hotrack.pool.eviction import Holder, choose_victims
+from hotrack.pool.policy import PoolPolicy
+
+DOWN_STATES = frozenset({MemberState.STOPPED, MemberState.FAILED, MemberState.QUARANTINED})
+ASLEEP_STATES = frozenset({MemberState.ASLEEP, MemberState.STOPPED, MemberState.FAILED})
+
+
+@dataclass(frozen=True, slots=True)
+class MemberView:
+    """One member at one instant; times are pool-clock seconds.
+
+    ``oldest``: arrival of the request that waits longest; ``deadline``: earliest deadline given by a client
+    among those waiting; ``waiting_priority`` / ``running_priority``: best (lowest) of each, inf when there
+    is none.
+    ``served``: requests admitted since ``ready_since``. ``retry_at``: not to be tried before. ``holds``: its
+    process may hold memory although it is not awake (a failed sleeper). ``swap_s``: expected seconds to swap
+    it in.
+    """
+
+    name: str
+    state: MemberState
+    num_waiting: int = 0
+    oldest: float = inf
+    deadline: float = inf
+    waiting_priority: float = inf
+    running_priority: float = inf
+    request_id: str = ""
+    num_in_flight: int = 0
+    served: int = 0
+    ready_since: float = 0.0
+    last_used: float = 0.0
+    retry_at: float = 0.0
+    pinned: bool = False
+    ttl_s: float = 0.0
+    holds: bool = False
+    swap_s: float = 1.0
+    drain_s: float = 0.0
+
+    @property
+    def idle(self) -> bool:
+        return not self.num_in_flight and not self.num_waiting
+
+    @property
+    def absent(self) -> bool:
+        """No process, so not even a residue."""
+        return self.state in DOWN_STATES and not self.holds
+
+    @property
+    def stuck(self) -> bool:
+        """Memory that cannot be counted on to come back."""
+        return self.holds and self.state in (MemberState.FAILED, MemberState.QUARANTINED, MemberState.UNKNOWN)
+
+    @property
+    def priority(self) -> float:
+        return min(self.waiting_priority, self.running_priority)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupView:
+    members: Sequence[MemberView]
+    capacity: Capacity
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """Victims drain and sleep, then ``target`` (if any) is started or woken. ``then_sleep``: put the target
+    back to sleep once verified. ``stop``: victims end as processes instead of sleeping."""
+
+    cause: Cause
+    target: str | None = None
+    victims: tuple[str, ...] = ()
+    request_id: str = ""
+    then_sleep: bool = False
+    stop: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """``target`` can never be awake as things are: its waiters must be told, with the arithmetic."""
+
+    target: str
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Nothing to do before ``until`` (inf: before the next event)."""
+
+    until: float = inf
+
+
+Decision = Switch | Refuse | Wait
+
+
+@dataclass(frozen=True, slots=True)
+class SwapScheduler:
+    policy: PoolPolicy = field(default_factory=PoolPolicy)
+
+    def decide(self, view: GroupView, now: float) -> Decision:
+        """The next step of a group in which no transition runs."""
+        wait_until = inf
+        for target in self._waiting(view, now):
+            if target.retry_at > now:
+                wait_until = min(wait_until, target.retry_at)
+                continue
+            victims = self.victims(view, target.name)
+            if victims is None:
+                return Refuse(target.name, self.verdict_alone(view, target.name))
+            due_at, cause = self._due(target, [m for m in view.members if m.name in victims], now)
+            if due_at <= now:
+                return Switch(cause, target.name, victims, target.request_id)
+            wait_until = min(wait_until, due_at)
+        return self._housekeeping(view, now, wait_until)
+
+    def victims(self, view: GroupView, target: str) -> tuple[str, ...] | None:
+        """Who must sleep so that ``target`` fits; None when not even everybody's sleep is enough."""
+        awake = {m.name for m in view.members if m.state is MemberState.READY}
+        stuck = {m.name for m in view.members if m.stuck}
+        absent = {m.name for m in view.members if m.absent}
+        holders = [
+            Holder(m.name, m.idle, m.last_used, m.pinned)
+            for m in view.members
+            if m.name in awake and m.name != target
+        ]
+
+        def fits_without(victims: frozenset[str]) -> bool:
+            up = (awake - victims) | stuck | {target}
+            return view.capacity.fits(up, absent=absent - {target}).fits
+
+        return choose_victims(holders, fits_without)
+
+    def verdict_alone(self, view: GroupView, target: str) -> Verdict:
+        """The sum that refuses ``target``: only pinned and stuck members beside it."""
+        beside = {m.name for m in view.members if m.stuck or (m.pinned and m.state is MemberState.READY)}
+        absent = {m.name for m in view.members if m.absent}
+        return view.capacity.fits(beside | {target}, absent=absent - {target})
+
+    def _waiting(self, view: GroupView, now: float) -> list[MemberView]:
+        """Candidates, most urgent first: overdue ones by age, then by priority, then by most waiting work
+        per second of swap, then by age."""
+
+        def urgency(m: MemberView) -> tuple[float, ...]:
+            if now - m.oldest >= self.policy.max_wait_s:
+                return (0, m.oldest)
+            return (1, m.waiting_priority, -m.num_waiting / max(m.swap_s, 1e-3), m.oldest)
+
+        return sorted((m for m in view.members if m.num_waiting and m.state in ASLEEP_STATES), key=urgency)
+
+    def _due(self, target: MemberView, victims: Sequence[MemberView], now: float) -> tuple[float, Cause]:
+        """When the switch must begin, and why. Nothing to evict: now."""
+        if not victims:
+            return now, Cause.REQUEST
+        due_at, cause = target.oldest + self.policy.max_wait_s, Cause.MAX_WAIT
+        if target.waiting_priority < min(v.priority for v in victims):
+            due_at, cause = now, Cause.PRIORITY
+        turn_over = max(self._turn_ends(v) for v in victims)
+        if turn_over < due_at:
+            idle = all(v.idle for v in victims)
+            due_at, cause = turn_over, Cause.REQUEST if idle else Cause.QUANTUM
+        held_until = max(v.ready_since + self.policy.min_residency_s for v in victims)
+        due_at = max(due_at, held_until)
+        swap_s = target.swap_s + max(0.0 if v.idle else v.drain_s for v in victims)
+        latest = target.deadline - swap_s
+        if latest < due_at and target.deadline < due_at + swap_s:
+            due_at, cause = max(latest, now), Cause.DEADLINE
+        return due_at, cause
+
+    def _turn_ends(self, member: MemberView) -> float:
+        if member.idle or member.served >= self.policy.max_batch_requests:
+            return -inf
+        return member.ready_since + self.policy.max_residency_s
+
+    def _housekeeping(self, view: GroupView, now: float, wait_until: float) -> Decision:
+        """Idle members sleep after their ttl; failed ones restart where that disturbs nobody."""
+        for m in view.members:
+            if m.state is MemberState.READY and m.idle and m.ttl_s > 0 and not m.pinned:
+                if m.last_used + m.ttl_s <= now:
+                    return Switch(Cause.IDLE, victims=(m.name,))
+                wait_until = min(wait_until, m.last_used + m.ttl_s)
+            if m.state is MemberState.FAILED and self.victims(view, m.name) == ():
+                if m.retry_at <= now:
+                    return Switch(Cause.RESTART, m.name, then_sleep=not m.num_waiting)
+                wait_until = min(wait_until, m.retry_at)
+        return Wait(wait_until)
