@@ -1,0 +1,117 @@
+"""A reserved virtual range with a plan and physical chunks behind it."""
+
+from collections.abc import Callable, Iterable
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from hotrack.core.tensorspec import TensorSpec
+from hotrack.memory.backend import PhysicalBackend
+from hotrack.memory.plan import Placement, RegionPlan, round_up
+
+
+class ChunkState(Enum):
+    RELEASED = "released"
+    MAPPED = "mapped"
+    UNMAPPED = "unmapped"
+
+
+class Region:
+    """``name`` is for people, ``tag`` is what ``wake(tags=...)`` selects. The address never changes.
+
+    Every move states and checks the chunk's state, so nothing is released twice. A move that raises
+    BackendError leaves its chunk as it was. The range stays reserved for the life of the process: a stale
+    tensor faults, it never reads somebody else's bytes.
+    """
+
+    def __init__(self, name: str, tag: str, plan: RegionPlan, backend: PhysicalBackend) -> None:
+        self.name = name
+        self.tag = tag
+        self.plan = plan
+        self.chunks = plan.chunks
+        self.state = [ChunkState.RELEASED] * len(self.chunks)
+        self._backend = backend
+        self._address = backend.reserve(plan.nbytes) if plan.nbytes else 0
+        self._by_name = {p.spec.name: p for p in plan.placements}
+        self._dropped: dict[str, tuple[int, int]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return self.plan.nbytes
+
+    @property
+    def mapped(self) -> bool:
+        """Every chunk is accessible (an empty region always is)."""
+        return all(state is ChunkState.MAPPED for state in self.state)
+
+    def chunk_address(self, index: int) -> int:
+        return self._address + self.chunks[index][0]
+
+    def map_chunk(self, index: int) -> None:
+        self._move(index, ChunkState.RELEASED, ChunkState.MAPPED, self._backend.map)
+
+    def unmap_chunk(self, index: int) -> None:
+        self._move(index, ChunkState.MAPPED, ChunkState.UNMAPPED, self._backend.unmap)
+
+    def remap_chunk(self, index: int) -> None:
+        self._move(index, ChunkState.UNMAPPED, ChunkState.MAPPED, self._backend.remap)
+        start, nbytes = self.chunks[index]
+        for low, high in self._dropped.values():  # their pages are gone; they stay inaccessible
+            low, high = max(low, start), min(high, start + nbytes)
+            if low < high:
+                self._backend.unmap(self._address + low, high - low)
+
+    def release_chunk(self, index: int) -> None:
+        self._move(index, ChunkState.UNMAPPED, ChunkState.RELEASED, self._backend.release)
+
+    def _move(self, index: int, old: ChunkState, new: ChunkState, move: Callable[[int, int], None]) -> None:
+        assert self.state[index] is old, f"{self.name} chunk {index}: {self.state[index]} is not {old}"
+        move(self.chunk_address(index), self.chunks[index][1])
+        self.state[index] = new
+
+    def resident_bytes(self) -> int:
+        return self._backend.resident_bytes(self._address, self.nbytes) if self.nbytes else 0
+
+    def tensors(self) -> dict[str, Tensor]:
+        """A view per planned tensor, contiguous, in plan order."""
+        if not self.nbytes:
+            return {
+                name: torch.empty(p.spec.shape, dtype=_dtype(p.spec)) for name, p in self._by_name.items()
+            }
+        whole = self._backend.view(self._address, self.nbytes)
+        return {name: _tensor(whole, p) for name, p in self._by_name.items()}
+
+    def drop(self, names: Iterable[str]) -> int:
+        """Give back the whole pages inside the named tensors, which become inaccessible. Returns bytes
+        given back."""
+        page, total = self._backend.page_bytes, 0
+        for name in names:
+            placement = self._by_name[name]
+            low, high = round_up(placement.offset, page), placement.end // page * page
+            if name in self._dropped or low >= high:
+                continue
+            self._backend.unmap(self._address + low, high - low)
+            self._dropped[name] = low, high
+            self._backend.release(self._address + low, high - low)
+            total += high - low
+        return total
+
+    @property
+    def has_drops(self) -> bool:
+        return bool(self._dropped)
+
+    def forget_drops(self) -> None:
+        """The whole region is about to be filled again: nothing counts as dropped any more."""
+        self._dropped.clear()
+
+
+def _dtype(spec: TensorSpec) -> torch.dtype:
+    dtype = getattr(torch, spec.dtype)
+    assert isinstance(dtype, torch.dtype), f"{spec.name}: {spec.dtype=}"
+    return dtype
+
+
+def _tensor(whole: Tensor, placement: Placement) -> Tensor:
+    raw = whole[placement.offset : placement.end]
+    return raw.view(_dtype(placement.spec)).view(placement.spec.shape)

@@ -1,0 +1,54 @@
+"""What a transition did, in bytes and milliseconds; plain data for the control plane."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SleepReport:
+    """``changed`` is False when there was nothing to do (already asleep, or level 0, which touches no
+    memory).
+
+    ``copy_ms``: saving mutable tensors; ``unmap_ms``: making regions inaccessible and giving their memory
+    back; ``drop_ms``: freeing packed copies and trimming the heap; ``wait_ms``: draining, filled in by the
+    engine. ``rss_*``: resident set of this process. ``store_bytes``: what the host stores hold afterwards.
+    ``cycle``: how many times this process has slept, this one included.
+    """
+
+    level: int
+    changed: bool
+    tags: tuple[str, ...]
+    freed_bytes: int
+    store_bytes: int
+    rss_before_bytes: int
+    rss_after_bytes: int
+    cycle: int
+    wait_ms: float = 0.0
+    copy_ms: float = 0.0
+    drop_ms: float = 0.0
+    unmap_ms: float = 0.0
+    total_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WakeReport:
+    """``changed`` is False when every region asked for was awake already.
+
+    ``map_ms``, ``copy_ms`` and ``verify_ms`` are summed over the copying threads, which overlap each other
+    and the packing; ``prepack_ms`` is the time spent in ``PackedCopies.pack``; ``reload_ms``: the weight
+    loader after level 2. ``total_ms`` is the time the caller waited.
+    """
+
+    changed: bool
+    tags: tuple[str, ...]
+    restored_bytes: int
+    mapped_bytes: int
+    store_bytes: int
+    rss_before_bytes: int
+    rss_after_bytes: int
+    cycle: int
+    map_ms: float = 0.0
+    copy_ms: float = 0.0
+    verify_ms: float = 0.0
+    prepack_ms: float = 0.0
+    reload_ms: float = 0.0
+    total_ms: float = 0.0
