@@ -2,25 +2,24 @@
 and memory.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
 from fakes.fake_device import VOCAB, next_token
-from hotrack.core.errors import WakeError
-from hotrack.core.lifecycle import SleepLevel
+from hotrack.core.errors import SleepError, WakeError
 from hotrack.core.request import EngineOutput, EngineRequest, unpack_tokens
 from hotrack.engine.core import EngineCore
 from hotrack.engine.messages import Control, ControlReply, StepFrame
 from hotrack.engine.runner import ModelRunner
 from hotrack.engine.scheduler import Scheduler, SchedulerLimits
-from hotrack.engine.transitions import SLEEP_TAGS, Transitions
+from hotrack.engine.transitions import Transitions
 from hotrack.kvcache.manager import KVCacheManager
 from hotrack.kvcache.spec import Paged, group_layers
 from hotrack.kvcache.tensors import KVTensors
 from hotrack.layers.batch import ForwardBatch
+from hotrack.memory.reports import SleepReport, WakeReport
 
 BLOCK_SIZE = 4
 GROUPS = group_layers([Paged(1, 1, 1, 4)], BLOCK_SIZE)
@@ -54,43 +53,58 @@ class FakeModel:
         distance = (torch.arange(VOCAB) - ids) % VOCAB
         return -0.5 * distance.float()
 
-    def before_sleep(self) -> None:
-        self.asleep = True
-
-    def after_wake(self) -> None:
-        self.asleep = False
-
-
-@dataclass
-class FakeReport:
-    bytes_moved: int
-
 
 class FakeMemory:
-    def __init__(self, storage: Tensor) -> None:
+    """The memory manager's contract without memory: KV is lost in sleep, weights come back through hooks."""
+
+    def __init__(self, storage: Tensor, model: FakeModel) -> None:
         self.storage = storage
+        self.model = model
         self.tags: set[str] = set()
-        self.fail_next_wake = False
+        self.fail_next: str | None = None
+        self.levels: list[int] = []
 
     @property
-    def is_sleeping(self) -> bool:
-        return bool(self.tags)
+    def sleeping_tags(self) -> tuple[str, ...]:
+        return tuple(sorted(self.tags))
 
-    @property
-    def sleeping_tags(self) -> set[str]:
-        return self.tags
-
-    def sleep(self, level: SleepLevel) -> FakeReport:
-        self.tags = set(SLEEP_TAGS)
+    def sleep(self, level: int) -> SleepReport:
+        if self.fail_next == "sleep":
+            self.fail_next = None
+            raise SleepError("injected")
+        changed = not self.tags
+        self.tags = {"weights", "kv_cache"}
+        self.levels.append(level)
+        self.model.asleep = True
         self.storage.zero_()
-        return FakeReport(self.storage.numel())
+        return SleepReport(
+            level=level,
+            changed=changed,
+            tags=self.sleeping_tags,
+            freed_bytes=self.storage.numel(),
+            store_bytes=0,
+            rss_before_bytes=0,
+            rss_after_bytes=0,
+            cycle=len(self.levels),
+        )
 
-    def wake(self, tags: Sequence[str] | None = None) -> FakeReport:
-        if self.fail_next_wake:
-            self.fail_next_wake = False
+    def wake(self, tags: Collection[str] | None = None) -> WakeReport:
+        if self.fail_next == "wake":
+            self.fail_next = None
             raise WakeError("injected")
-        self.tags -= set(SLEEP_TAGS if tags is None else tags)
-        return FakeReport(self.storage.numel())
+        woken = self.tags if tags is None else self.tags & set(tags)
+        self.tags = self.tags - woken
+        self.model.asleep = "weights" in self.tags
+        return WakeReport(
+            changed=bool(woken),
+            tags=tuple(sorted(woken)),
+            restored_bytes=0,
+            mapped_bytes=0,
+            store_bytes=0,
+            rss_before_bytes=0,
+            rss_after_bytes=0,
+            cycle=len(self.levels),
+        )
 
 
 class FakeEngine:
@@ -113,7 +127,7 @@ class FakeEngine:
         )
         storage = torch.zeros(blocks, GROUPS[0].row_bytes, dtype=torch.uint8)
         self.model = FakeModel()
-        self.memory = FakeMemory(storage)
+        self.memory = FakeMemory(storage, self.model)
         self.runner = ModelRunner(
             self.model,
             KVTensors(GROUPS, [storage], torch.float32),
@@ -125,11 +139,10 @@ class FakeEngine:
             num_threads=1,
         )
         scheduler = Scheduler(manager, SchedulerLimits(seqs, budget, max_len, slots))
-        self.reloads = 0
         self.core = EngineCore(
             scheduler,
             self.runner,
-            Transitions(self.memory, self.model, self._reload),
+            Transitions(self.memory),
             vocab_size=VOCAB,
             pipeline_depth=depth,
             hash_every=hash_every,
@@ -137,9 +150,6 @@ class FakeEngine:
         self.outputs: dict[str, list[EngineOutput]] = {}
         self.replies: dict[str, ControlReply] = {}
         self.step_index = 0
-
-    def _reload(self) -> None:
-        self.reloads += 1
 
     def step(
         self,

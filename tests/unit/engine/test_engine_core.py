@@ -153,7 +153,7 @@ def test_kept_requests_continue_with_identical_tokens(depth: int, level: int, af
             assert not engine.core.has_work
         assert engine.control("wake").error is None
         assert engine.run() == BASELINE
-        assert engine.reloads == (level == 2)
+        assert engine.memory.levels == [level] * (level > 0)
 
 
 def test_sleep_with_abort_ends_requests_and_is_idempotent() -> None:
@@ -192,12 +192,34 @@ def test_sleep_with_wait_finishes_requests_first_and_refuses_new_ones() -> None:
 def test_failed_wake_leaves_everything_asleep() -> None:
     with FakeEngine() as engine:
         engine.control("sleep", level=1)
-        engine.memory.fail_next_wake = True
+        engine.memory.fail_next = "wake"
         assert engine.control("wake").error["code"] == "wake_failed"
         assert engine.model.asleep
-        assert engine.memory.is_sleeping
+        assert engine.memory.sleeping_tags
         assert engine.control("wake").error is None
         assert engine.run(REQUESTS) == BASELINE
+
+
+def test_failed_sleep_leaves_requests_running() -> None:
+    with FakeEngine() as engine:
+        engine.step(adds=REQUESTS)
+        for _ in range(5):
+            engine.step()
+        engine.memory.fail_next = "sleep"
+        assert engine.control("sleep", level=1, mode="keep").error["code"] == "sleep_failed"
+        assert engine.run() == BASELINE
+
+
+def test_a_rank_that_could_transition_is_put_back_when_another_could_not() -> None:
+    with FakeEngine() as engine:
+        engine.core.transitions._agree = lambda ok: 0
+        assert engine.control("sleep", level=1).error["code"] == "sleep_failed"
+        assert not engine.memory.sleeping_tags
+        engine.core.transitions._agree = lambda ok: ok
+        engine.control("sleep", level=1)
+        engine.core.transitions._agree = lambda ok: 0
+        assert engine.control("wake").error["code"] == "wake_failed"
+        assert engine.memory.sleeping_tags == ("kv_cache", "weights")
 
 
 def test_unknown_control_is_refused() -> None:
