@@ -1,9 +1,9 @@
 """Keys: one set for inference, one for operating the pool."""
 
 import hmac
-import ipaddress
 from dataclasses import dataclass
 
+from hotrack.config.server import is_loopback
 from hotrack.core.errors import ConfigError, ForbiddenError, UnauthorizedError
 from hotrack.gateway.request import Scope
 
@@ -45,15 +45,6 @@ class Keys:
         raise ConfigError(
             f"listening on {host} lets other machines in, so {missing} is required; or use --host 127.0.0.1"
         )
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _presented(scope: Scope) -> bytes:

@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
@@ -10,7 +11,7 @@ from hotrack.core.errors import ConfigError
 from hotrack.gateway.request import Route
 from hotrack.gateway.routes import Routes
 from hotrack.members.spec import CanarySpec, Deadlines, MemberSpec
-from hotrack.plan.ledger import DeviceBudget, Footprint, GpuLedger, Term, assumed, operator
+from hotrack.plan.ledger import DeviceBudget, Footprint, GpuLedger, assumed, operator
 from hotrack.pool.policy import PoolPolicy
 
 T = TypeVar("T")
@@ -42,31 +43,38 @@ def make_routes(config: PoolConfig) -> Routes:
     return Routes(by_name, [name for name, model in config.models.items() if not model.unlisted])
 
 
-def make_ledgers(config: PoolConfig, pools: dict[str, int]) -> dict[str, GpuLedger]:
-    """One ledger per device group, when the file states a budget. ``pools``: weights and KV bytes per member, as
-    far as they can be computed from its files.
+def device_budgets(config: PoolConfig) -> dict[str, DeviceBudget]:
+    """What each device group may use, when the file says so."""
+    memory = config.pool.memory
+    if memory.budget_bytes is None:
+        return {}
+    groups = dict.fromkeys(model.device_group for model in config.models.values())
+    margin = operator(memory.margin_bytes or 0)
+    return {group: DeviceBudget(memory.budget_bytes, margin=margin, device=group) for group in groups}
+
+
+def check_budget(config: PoolConfig, weight_bytes: Mapping[str, int]) -> tuple[str, ...]:
+    """Warnings of the plan in which each member is awake alone. ``weight_bytes``: per member, as far as its
+    files tell; memory stated in the file wins.
 
     Raises:
         ConfigError: a member cannot be awake even alone; the message has the arithmetic.
     """
-    memory = config.pool.memory
-    if memory.budget_bytes is None:
-        return {}
-    groups: dict[str, list[Footprint]] = {}
-    for name, model in config.models.items():
-        groups.setdefault(model.device_group, []).append(_footprint(name, model, pools.get(name, 0)))
-    budget = DeviceBudget(memory.budget_bytes, margin=operator(memory.margin_bytes or 0))
-    ledgers = {
-        group: GpuLedger.of(replace(budget, device=group), footprints) for group, footprints in groups.items()
-    }
-    for ledger in ledgers.values():
-        ledger.check_each_alone()
-    return ledgers
+    warnings: list[str] = []
+    for group, budget in device_budgets(config).items():
+        footprints = [
+            _footprint(name, model, weight_bytes.get(name, 0))
+            for name, model in config.models.items()
+            if model.device_group == group
+        ]
+        warnings += GpuLedger.of(budget, footprints).check_each_alone()
+    return tuple(warnings)
 
 
-def _footprint(name: str, model: ModelConfig, pool_bytes: int) -> Footprint:
+def _footprint(name: str, model: ModelConfig, weight_bytes: int) -> Footprint:
     stated = model.memory
-    pool: Term = assumed(pool_bytes) if stated.awake_bytes is None else operator(stated.awake_bytes)
+    kv_bytes = model.engine.kv_cache_memory_bytes or 0
+    pool = assumed(weight_bytes + kv_bytes) if stated.awake_bytes is None else operator(stated.awake_bytes)
     residue = assumed(0) if stated.residue_bytes is None else operator(stated.residue_bytes)
     return Footprint(name, pool=pool, residue=residue)
 
@@ -116,9 +124,10 @@ def _canary(config: CanaryConfig) -> CanarySpec:
 def _command(name: str, model: ModelConfig) -> tuple[str, ...]:
     if model.model is not None:
         return (
-            sys.executable, "-m", "hotrack.server", model.model, "--uds", "${SOCKET}", "--served-model-name", name,
+            *(sys.executable, "-m", "hotrack.server", model.model),
+            *("--uds", "${SOCKET}", "--served-model-name", name),
             *engine_flags(model.engine),
-        )  # fmt: skip
+        )
     if model.cmd is None:
         return ()
     try:
@@ -129,8 +138,8 @@ def _command(name: str, model: ModelConfig) -> tuple[str, ...]:
         raise ConfigError(f"model {name!r}: cmd is empty")
     if not any("${PORT}" in part or "${SOCKET}" in part for part in command):
         raise ConfigError(
-            f"model {name!r}: cmd must contain ${{PORT}} (or ${{SOCKET}}): hotrack chooses where a server it starts "
-            "listens; for a server that runs already give only 'proxy'"
+            f"model {name!r}: cmd must contain ${{PORT}} (or ${{SOCKET}}): hotrack chooses where a server that "
+            "it starts listens; for a server that runs already give only 'proxy'"
         )
     return command
 
@@ -154,4 +163,5 @@ def _overlay(defaults: T, options: Any) -> T:
     """``defaults`` with every field that ``options`` states (is not None there)."""
     known = {field.name for field in fields(defaults)}  # type: ignore[arg-type]
     stated = {f.name: getattr(options, f.name) for f in fields(options) if f.name in known}
-    return replace(defaults, **{name: value for name, value in stated.items() if value is not None})  # type: ignore[type-var]
+    stated = {name: value for name, value in stated.items() if value is not None}
+    return replace(defaults, **stated)  # type: ignore[type-var]

@@ -48,10 +48,11 @@ _NOT_FORWARDED = HOP_BY_HOP | {
     b"host", b"content-length", b"expect", b"authorization", b"x-api-key", b"x-request-id", DEADLINE_HEADER,
 }  # fmt: skip
 
-Observer = Callable[[str, int], None]
+CLIENT_GONE = "client_gone"
+Observer = Callable[[str, str], None]
 
 
-def _observe_nothing(_member: str, _status: int) -> None: ...
+def _observe_nothing(_member: str, _code: str) -> None: ...
 
 
 class _Interruption:
@@ -101,12 +102,15 @@ class _Call:
     body: bytes = b""
     envelope: Envelope = field(default_factory=Envelope)
     route: Route | None = None
+    granted: bool = False
+    code: str = ""
 
 
 class Proxy:
     """ASGI application for every ``POST`` that a member answers.
 
-    ``observe(member, status)`` is called once per answered request.
+    ``observe(member, code)`` is called once per request that held a lease; ``code`` is the HTTP status it was
+    answered with, else the error's code.
     """
 
     def __init__(
@@ -141,8 +145,8 @@ class Proxy:
         finally:
             if watcher is not None:
                 watcher.cancel()
-            if call.reply.started:
-                self._observe(call.route.member if call.route else "", call.reply.status)
+            if call.granted and call.route is not None:
+                self._observe(call.route.member, call.code or str(call.reply.status))
 
     def _route(self, call: _Call, scope: Scope) -> None:
         call.deadline_s = _deadline(scope)
@@ -157,6 +161,7 @@ class Proxy:
         member = call.route.member
         async with AsyncExitStack() as stack:
             lease = await self._acquire(call, send, member, stack)
+            call.granted = True
             watcher = asyncio.create_task(interruption.when_abandoned(lease, member))
             try:
                 connections = self._upstreams.of(lease.endpoint)
@@ -187,12 +192,14 @@ class Proxy:
 
     async def _fail(self, call: _Call, error: Exception) -> None:
         if isinstance(error, ClientGoneError):
+            call.code = CLIENT_GONE
             return
         if isinstance(error, UpstreamError):
             member = call.route.member if call.route else "member"
             log.warning("request %s: %s: %s", call.request_id, member, error)
             error = _upstream_failure(member, error)
         assert isinstance(error, HotrackError)
+        call.code = error.code
         await call.reply.error(error)
 
 

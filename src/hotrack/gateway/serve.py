@@ -1,11 +1,28 @@
-"""The gateway's HTTP server: uvicorn with uvloop and httptools, bounded headers, no access log by default."""
+"""The gateway as a process: uvicorn with uvloop and httptools, bounded request heads, orderly stop."""
 
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import uvicorn
+import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from hotrack.config.pool import PoolConfig
+from hotrack.core.errors import ConfigError, HotrackError
+from hotrack.gateway.app import Gateway, create_app
+from hotrack.gateway.auth import Keys
+from hotrack.gateway.build import device_budgets, member_specs, pool_policy
+from hotrack.obs.log import get_logger
+from hotrack.pool.pool import Pool
+
+log = get_logger(__name__)
 MAX_HEADER_BYTES = 64 * 1024
+BACKLOG = 2048
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -31,11 +48,20 @@ class BoundedProtocol(HttpToolsProtocol):
                 self.send_400_response("The request's headers are too large.")
 
 
-def uvicorn_config(app: Any, *, host: str, port: int, access_log: bool = False) -> uvicorn.Config:
+class Server(uvicorn.Server):
+    """Ends on SIGINT and SIGTERM without raising them again: the members are still to be ended."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        yield
+
+
+def uvicorn_config(app: Any, *, access_log: bool = False) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        host=host,
-        port=port,
         loop="uvloop",
         http=BoundedProtocol,
         ws="none",
@@ -48,3 +74,72 @@ def uvicorn_config(app: Any, *, host: str, port: int, access_log: bool = False) 
         timeout_keep_alive=75,
         timeout_graceful_shutdown=5,
     )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; ``port`` 0 takes a free one.
+
+    Raises:
+        ConfigError: the address cannot be bound; says what to do.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port (0 = any free one)"
+        ) from error
+    listener.setblocking(False)
+    return listener
+
+
+def serve(
+    config: PoolConfig,
+    listener: socket.socket,
+    keys: Keys,
+    *,
+    access_log: bool = False,
+    log_dir: Path | None = None,
+    on_ready: Callable[[], None] = lambda: None,
+) -> None:
+    """Run the gateway until SIGINT or SIGTERM; members are gone when it returns. ``on_ready`` is called once
+    the pool is up.
+
+    Raises:
+        ConfigError: the pool cannot exist as configured.
+    """
+    uvloop.run(_serve(config, listener, keys, access_log, log_dir, on_ready))
+
+
+async def _serve(
+    config: PoolConfig,
+    listener: socket.socket,
+    keys: Keys,
+    access_log: bool,
+    log_dir: Path | None,
+    on_ready: Callable[[], None],
+) -> None:
+    pool = Pool(member_specs(config), pool_policy(config), budgets=device_budgets(config), log_dir=log_dir)
+    app = create_app(pool, config, keys)
+    server = Server(uvicorn_config(app, access_log=access_log))
+    preload = config.hooks.on_startup.preload
+    starting = asyncio.create_task(_start(pool, app, next(iter(preload), None), on_ready))
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        starting.cancel()
+        await asyncio.wait([starting])
+        await pool.close()
+
+
+async def _start(pool: Pool, app: Gateway, preload: str | None, on_ready: Callable[[], None]) -> None:
+    try:
+        await pool.start(preload=preload)
+    except HotrackError as error:  # members that fail show in the status; the gateway stays up
+        log.error("the pool did not start as configured: %s", error.message)
+    app.ready.set()
+    on_ready()
