@@ -102,8 +102,7 @@ def build_engine(
     memory.seal()
     model.after_load()
     memory.drop_pages(model.redundant_after_prepack())
-    memory.packed = _PackedWeights(model, memory)
-    memory.reload = load
+    memory.set_hooks(packed=_PackedWeights(model, memory), reload=load)
     loaded = monotonic()
 
     groups = group_layers(model.cache_specs(), config.block_size)
