@@ -8,6 +8,7 @@ import torch
 from fakes.paged_runner import PagedRunner, SequenceState, load_model
 from torch import Tensor
 
+from hotrack.kernels.cpu_ops import attention
 from hotrack.models import CausalLM
 from hotrack.modelspec.parse import parse_config
 
@@ -147,12 +148,12 @@ def test_mixed_batch(ref: Reference) -> None:
 
 
 def test_notices_missing_rope(ref: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(ref.model.ops), "apply_rope", lambda self, x, cos, sin: x)
+    monkeypatch.setattr(type(ref.model.ops), "apply_rope", lambda self, x, cos, sin: None)
     assert prefill_gap(ref) > 100 * TOLERANCE
 
 
 def test_notices_missing_causal_mask(ref: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Tensor, "masked_fill", lambda self, mask, value: self)
+    monkeypatch.setattr(attention, "causal_bias", lambda size, dtype: torch.zeros(size, size, dtype=dtype))
     assert prefill_gap(ref) > 100 * TOLERANCE
 
 

@@ -28,9 +28,9 @@ class Ops:
         """positions int64 [T], inv_freq [dim/2] -> cos, sin [T, 1, dim], see :func:`reference.rope.rope_tables`."""
         return rope.rope_tables(positions, inv_freq, scale, dtype)
 
-    def apply_rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [T, H, dim] -> rotated [T, H, dim]; may rotate in place."""
-        return rope.apply_rope(x, cos, sin)
+    def apply_rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Rotates x [T, H, dim] in place."""
+        x.copy_(rope.apply_rope(x, cos, sin))
 
     def plan_attention(self, batch: PagedBatch, heads: HeadShape, dtype: torch.dtype) -> AttentionPlan:
         """Once per step and cache group: everything about addressing and masking that layers share."""

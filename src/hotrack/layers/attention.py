@@ -40,7 +40,7 @@ class Attention(Layer):
         if self.q_norm is not None and self.k_norm is not None:
             qk[:, :H] = self.q_norm(qk[:, :H])
             qk[:, H:] = self.k_norm(qk[:, H:])
-        qk = self.ops.apply_rope(qk, step.cos, step.sin)
+        self.ops.apply_rope(qk, step.cos, step.sin)
         self.ops.write_kv(qk[:, H:], v, kv, plan)
         out = self.ops.paged_attention(qk[:, :H], kv, plan, self.scale)  # [T, H, d]
         return self.o_proj(out.reshape(-1, H * d), residual)

@@ -77,10 +77,13 @@ class CausalLM(Layer):
     def materialize(self, allocate: Allocate, device: torch.device) -> None:
         """Put every parameter where ``allocate`` placed it."""
         placed = allocate(self.tensor_specs())
-        tensors = {id(param): placed[name] for name, param in self.named_parameters()}
+        ours = {
+            id(param): nn.Parameter(placed[name], requires_grad=False)
+            for name, param in self.named_parameters()
+        }
         for module in self.modules():
             for name, param in list(module.named_parameters(recurse=False)):
-                setattr(module, name, nn.Parameter(tensors[id(param)], requires_grad=False))
+                setattr(module, name, ours[id(param)])  # tied parameters stay one object
         self.rotary = RotaryEmbedding(self.spec.rope, self.ops, self.dtype, device)
         for layer in self._parts():
             layer.bind()

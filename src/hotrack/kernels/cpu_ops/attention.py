@@ -1,0 +1,140 @@
+"""Paged attention on a CPU: gather each sequence's pages, then batched products.
+
+All index arithmetic and masks are made once per step (:class:`CpuAttentionPlan`). A page is one block of one head, so one
+``index_select`` over pages yields K and V as [2, B, H, L, d] without a transpose.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hotrack.kernels.base import AttentionPlan
+from hotrack.kernels.paged import HeadShape, LayerKV, PagedBatch
+
+QUERY_BLOCK = 128  # queries per product in prefill; skips most of the half above the diagonal
+
+
+@dataclass(frozen=True, slots=True)
+class Decodes:
+    """Decode sequences padded to ``length`` keys. mask [B, 1, G, length] or None when nothing is padding."""
+
+    rows: slice
+    pages: Tensor
+    length: int
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive new tokens of one sequence; the first is preceded by ``prefix`` cached ones."""
+
+    rows: slice
+    pages: Tensor
+    prefix: int
+    seq_len: int
+
+
+def causal_bias(size: int, dtype: torch.dtype) -> Tensor:
+    """[size, size]: -inf above the diagonal, 0 elsewhere."""
+    return torch.full((size, size), -math.inf, dtype=dtype).triu_(1)
+
+
+class CpuAttentionPlan(AttentionPlan):
+    """Addresses and masks of one step."""
+
+    def __init__(self, batch: PagedBatch, heads: HeadShape, dtype: torch.dtype) -> None:
+        super().__init__(batch)
+        H, d, size = heads.num_kv_heads, heads.head_dim, batch.block_size
+        self.heads = heads
+        self.head_ids = torch.arange(H)
+        block, offset = batch.slot_mapping // size, batch.slot_mapping % size
+        first = block * (batch.block_stride // d) + offset  # row of head 0's key
+        self.key_rows = (first[:, None] + self.head_ids * size).flatten()  # [T * H]
+        self.value_rows = self.key_rows + H * size
+        self.decodes = self._plan_decodes(dtype) if batch.num_decodes else None
+        self.chunks = self._plan_chunks()
+        self.causal = causal_bias(QUERY_BLOCK, dtype) if self.chunks else None
+
+    def _pages(self, tables: Tensor) -> Tensor:
+        """Block tables [B, n] -> page numbers [2 * B * H * n], in the order [K|V] x sequence x head x block."""
+        batch, H, d = self.batch, self.heads.num_kv_heads, self.heads.head_dim
+        first = tables.long() * (batch.block_stride // (batch.block_size * d))
+        parts = torch.arange(2)[:, None, None, None] * H + self.head_ids[:, None]
+        return (parts + first[None, :, None, :]).flatten()
+
+    def _plan_decodes(self, dtype: torch.dtype) -> Decodes:
+        batch, count, size = self.batch, self.batch.num_decodes, self.batch.block_size
+        lens = batch.seq_lens[:count]
+        longest = max(lens)
+        blocks = -(-longest // size)
+        pages = self._pages(batch.block_tables[:count, :blocks])
+        if count == 1:
+            return Decodes(slice(0, 1), pages, longest, None)
+        length = blocks * size
+        hidden = torch.arange(length) >= torch.tensor(lens)[:, None]  # [B, length]
+        mask = torch.zeros(count, length, dtype=dtype).masked_fill_(hidden, -math.inf)
+        return Decodes(
+            slice(0, count), pages, length, mask[:, None, None].expand(-1, -1, self.heads.group_size, -1)
+        )
+
+    def _plan_chunks(self) -> list[Chunk]:
+        batch, chunks, start = self.batch, [], self.batch.num_decodes
+        for i in range(batch.num_decodes, len(batch.seq_lens)):
+            new, total = batch.query_lens[i], batch.seq_lens[i]
+            blocks = -(-total // batch.block_size)
+            pages = self._pages(batch.block_tables[i : i + 1, :blocks])
+            chunks.append(Chunk(slice(start, start + new), pages, total - new, total))
+            start += new
+        return chunks
+
+
+def write_kv(k: Tensor, v: Tensor, rows: Tensor, plan: CpuAttentionPlan) -> None:
+    """k, v [T, H, d] into ``rows`` [N, d]."""
+    d = k.shape[-1]
+    rows.index_copy_(0, plan.key_rows, k.reshape(-1, d))
+    rows.index_copy_(0, plan.value_rows, v.reshape(-1, d))
+
+
+def paged_attention(q: Tensor, pages: Tensor, plan: CpuAttentionPlan, scale: float) -> Tensor:
+    """q [T, num_heads, d], pages [N, block_size * d] -> [T, num_heads, d]"""
+    if not plan.chunks and plan.decodes is not None:
+        return _decode(q, pages, plan.heads, plan.decodes, scale)
+    out = torch.empty(q.shape, dtype=q.dtype)
+    if plan.decodes is not None:
+        rows = plan.decodes.rows
+        out[rows] = _decode(q[rows], pages, plan.heads, plan.decodes, scale)
+    for chunk in plan.chunks:
+        _prefill(q[chunk.rows], pages, plan, chunk, scale, out[chunk.rows])
+    return out
+
+
+def _decode(q: Tensor, pages: Tensor, heads: HeadShape, group: Decodes, scale: float) -> Tensor:
+    """One query per sequence. The query heads of a K/V head become the rows of one product, so nothing is repeated."""
+    H, d = heads.num_kv_heads, heads.head_dim
+    B = len(q)
+    kv = torch.index_select(pages, 0, group.pages).view(2, B, H, -1, d)
+    k, v = kv[0], kv[1]
+    if group.mask is None:
+        k, v = k[:, :, : group.length], v[:, :, : group.length]
+    queries = q.reshape(B, H, heads.group_size, d)
+    out = F.scaled_dot_product_attention(queries, k, v, attn_mask=group.mask, scale=scale)
+    return out.reshape(B, heads.num_heads, d)
+
+
+def _prefill(q: Tensor, pages: Tensor, plan: CpuAttentionPlan, chunk: Chunk, scale: float, out: Tensor) -> None:
+    """q, out [Q, num_heads, d]. Blocks of queries against all keys up to the block's last position."""
+    heads = plan.heads
+    H, G, d = heads.num_kv_heads, heads.group_size, heads.head_dim
+    kv = torch.index_select(pages, 0, chunk.pages).view(2, H, -1, d)
+    k, v = kv[0].transpose(1, 2), kv[1]  # [H, d, L], [H, L, d]
+    for start in range(0, len(q), QUERY_BLOCK):
+        n = min(QUERY_BLOCK, len(q) - start)
+        first, last = chunk.prefix + start, chunk.prefix + start + n
+        queries = q[start : start + n].view(n, H, G, d).transpose(0, 1).reshape(H, n * G, d)
+        scores = torch.bmm(queries * scale, k[:, :, :last])  # [H, n * G, last], query-major
+        scores.view(H, n, G, last)[..., first:] += plan.causal[:n, None, :n]
+        result = torch.bmm(scores.softmax(-1), v[:, :last])
+        out[start : start + n].view(n, H, G, d).copy_(result.view(H, n, G, d).transpose(0, 1))

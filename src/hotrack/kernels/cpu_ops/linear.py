@@ -1,0 +1,74 @@
+"""bf16 matrix products from weights reordered once for oneDNN."""
+
+import torch
+from torch import Tensor
+
+from hotrack.kernels.reference.linear import GateUpKernel, LinearKernel
+
+# oneDNN packs for a row count, but on AVX-512 every hint gives the same blocked layout, fast from 1 to 512 rows.
+ROWS_HINT = 32
+
+_linear = torch.ops.mkldnn._linear_pointwise.default
+_linear_binary = torch.ops.mkldnn._linear_pointwise.binary
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether oneDNN has a bf16 path here; without one the plain product is as good."""
+    return weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def _pack(weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT)
+
+
+class PackedLinear(LinearKernel):
+    """A plain product until ``pack``; afterwards ``weight`` is not read."""
+
+    packed: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.packed is None:
+            return super().__call__(x)
+        return _linear(x, self.packed, self.bias, "none", [], "")
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        if self.packed is None:
+            return super().add(x, residual)
+        return _linear_binary(x, residual, self.packed, self.bias, "add")
+
+    def pack(self) -> None:
+        if self.packed is None and can_pack(self.weight):
+            self.packed = _pack(self.weight)
+
+    def unpack(self) -> None:
+        self.packed = None
+
+    def packed_bytes(self) -> int:
+        return 0 if self.packed is None else self.weight.nbytes
+
+
+class PackedGateUp(GateUpKernel):
+    """The activation and the product run inside the two matrix products."""
+
+    packed: tuple[Tensor, Tensor] | None = None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__(weight, bias)
+        self.biases = (None, None) if bias is None else tuple(bias.chunk(2))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.packed is None:
+            return super().__call__(x)
+        gate = _linear(x, self.packed[0], self.biases[0], "swish", [], "")
+        return _linear_binary(x, gate, self.packed[1], self.biases[1], "mul")
+
+    def pack(self) -> None:
+        if self.packed is None and can_pack(self.weight):
+            gate, up = self.weight.chunk(2)
+            self.packed = _pack(gate), _pack(up)
+
+    def unpack(self) -> None:
+        self.packed = None
+
+    def packed_bytes(self) -> int:
+        return 0 if self.packed is None else self.weight.nbytes
