@@ -2,12 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from types import MappingProxyType
 
 from hotrack.core.errors import ConfigError
 
 MIB = 1 << 20
-NO_ENV: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +57,7 @@ class MemberSpec:
     name: str
     command: tuple[str, ...] = ()
     url: str | None = None
-    env: Mapping[str, str] = NO_ENV
+    env: Mapping[str, str] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
     served_model_name: str | None = None
     device_group: str = "default"

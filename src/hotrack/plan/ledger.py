@@ -152,9 +152,10 @@ class GpuLedger:
         for name in self.footprints:
             verdict = self.fits((name,))
             if not verdict.fits:
+                largest = format_bytes(max(0, self.max_pool_bytes(name)))
                 raise ConfigError(
                     f"member {name!r} cannot be awake even with every other member asleep: "
-                    f"{verdict.arithmetic}; its pool may be at most {format_bytes(max(0, self.max_pool_bytes(name)))}"
+                    f"{verdict.arithmetic}; its pool may be at most {largest}"
                 )
             warnings.update(dict.fromkeys(verdict.warnings))
         return tuple(warnings)

@@ -78,7 +78,8 @@ class Pool:
         ``status`` and is tried again.
         """
         self._watcher = asyncio.get_running_loop().create_task(self._watch())
-        boots = [self._boot(spec) for spec in self._specs.values() if self._wants_boot(spec)]
+        found_first = sorted(self._specs.values(), key=lambda spec: spec.url is None)
+        boots = [self._boot(spec) for spec in found_first if self._wants_boot(spec)]
         await asyncio.gather(*boots)
         if preload is not None and not self._closed:
             await self.wake(preload)
@@ -146,7 +147,9 @@ class Pool:
         """Make the member ready, in its turn like a request; also pardons a quarantined one."""
         name = self.resolve(name)
         self._loop_of[name].on_pardon(name)
-        async with self.lease(name, request_id="wake"):
+        lease = self.lease(name, request_id="wake")
+        lease.by_operator = True
+        async with lease:
             pass
 
     async def close(self) -> None:

@@ -16,7 +16,17 @@ class RequestState(Enum):
 class Request:
     """``deadline``: pool-clock second by which it must be admitted. ``priority``: lower runs first."""
 
-    __slots__ = ("arrived", "deadline", "member", "order", "priority", "request_id", "state", "swap")
+    __slots__ = (
+        "arrived",
+        "by_operator",
+        "deadline",
+        "member",
+        "order",
+        "priority",
+        "request_id",
+        "state",
+        "swap",
+    )
 
     def __init__(
         self,
@@ -32,6 +42,7 @@ class Request:
         self.priority = priority
         self.arrived = arrived
         self.deadline = deadline
+        self.by_operator = False  # may wake a member that requests may not
         self.order = 0.0  # place in its member's queue, set on arrival
         self.state = RequestState.NEW
         self.swap: SwapRecord | None = None  # the swap it was the first to be admitted after

@@ -252,16 +252,17 @@ class RunLoop:
         log.info("%s: %s -> %s%s", name, old, new, f" ({reason})" if reason else "")
         self._effects.publish(StateChanged(self._clock.now(), name, old, new, reason))
 
-    def failed(self, name: str, error: HotrackError, *, holds: bool) -> None:
+    def failed(self, name: str, error: HotrackError, *, holds: bool, hopeless: bool = False) -> None:
         entry = self._entries[name]
         for lease in entry.leases:  # their connections broke with the process
             lease.state = RequestState.ENDED
         entry.leases.clear()
         entry.holds = holds
+        entry.memory_bytes = entry.memory_bytes if holds else None
         entry.strike(error, self._clock.now(), self._policy)
         entry.last_failed_swap = self._record.number if self._record else 0
         self.moved(name, _S.FAILED, error.message)
-        if entry.num_failures >= self._policy.max_failures:
+        if hopeless or entry.num_failures >= self._policy.max_failures:
             self.moved(name, _S.QUARANTINED, f"{entry.num_failures} failures in a row")
 
     def measured(self, name: str, kind: str, num_bytes: int | None) -> None:
@@ -417,12 +418,12 @@ class RunLoop:
         if command.kind == "boot":
             if entry.state not in (_S.STOPPED, _S.UNKNOWN):
                 return None
-            victims = self._scheduler.victims(self._view(), entry.name)
+            found = entry.state is _S.UNKNOWN
+            victims = () if found else self._scheduler.victims(self._view(), entry.name)
             if victims is None:
                 return self._unfit(entry.name, self._scheduler.verdict_alone(self._view(), entry.name))
             alone = not any(other.state is _S.READY for other in self._entries.values())
-            found_awake_may_stay = entry.state is _S.UNKNOWN and alone
-            return Switch(Cause.BOOT, entry.name, victims, then_sleep=not found_awake_may_stay)
+            return Switch(Cause.BOOT, entry.name, victims, then_sleep=not (found and alone))
         if command.kind == "sleep":
             ready = entry.state is _S.READY
             return Switch(Cause.OPERATOR, victims=(entry.name,)) if ready else None
@@ -446,7 +447,7 @@ class RunLoop:
             return MemberFailedError(
                 f"{name} is quarantined after repeated failures and needs an operator: {entry.last_error}"
             )
-        if not entry.spec.auto_wake and entry.state is _S.ASLEEP:
+        if entry.state is _S.ASLEEP and not (entry.spec.auto_wake or request.by_operator):
             return ModelAsleepError(f"{name} is asleep and is not woken by requests; wake it first")
         if entry.retry_at > now:
             kind = WakeFailedError if entry.state is _S.ASLEEP else MemberFailedError

@@ -19,12 +19,15 @@ from hotrack.core.lifecycle import MemberState, SleepMode
 from hotrack.members.canary import CanaryAnswer, mismatch
 from hotrack.members.member import Member
 from hotrack.members.reconcile import Found, classify, observe
+from hotrack.obs.log import get_logger
 from hotrack.plan.ledger import Verdict, format_bytes
 from hotrack.pool.events import SwapRecord
 from hotrack.pool.scheduler import Switch
 
 T = TypeVar("T")
 _S = MemberState
+HALF_WAY = frozenset({_S.DRAINING, _S.SUSPENDING, _S.WAKING, _S.STARTING, _S.VERIFYING})
+log = get_logger(__name__)
 
 
 class Sink(Protocol):
@@ -34,8 +37,9 @@ class Sink(Protocol):
 
     def moved(self, name: str, new: MemberState, reason: str = "") -> None: ...
 
-    def failed(self, name: str, error: HotrackError, *, holds: bool) -> None:
-        """``holds``: it may still hold memory, because its process could not be ended."""
+    def failed(self, name: str, error: HotrackError, *, holds: bool, hopeless: bool = False) -> None:
+        """``holds``: it may still hold memory, because its process could not be ended. ``hopeless``: no
+        automatic remedy is left."""
         ...
 
     def measured(self, name: str, kind: str, num_bytes: int | None) -> None: ...
@@ -81,7 +85,19 @@ class Transitions:
     known: dict[str, Memory] = field(default_factory=dict)
 
     async def run(self, switch: Switch, record: SwapRecord, *, abort: bool) -> Outcome:
-        """Never raises (cancellation excepted): failures are reported to the sink and returned."""
+        """Never raises (cancellation excepted): failures are reported to the sink and returned. A bug of
+        ours fails the members it left half way, so that the group goes on."""
+        try:
+            return await self._run(switch, record, abort=abort)
+        except Exception as error:
+            log.exception("transition %d", record.number)
+            failure = MemberFailedError(f"internal error in a transition: {error!r}")
+            for name in (*switch.victims, *([switch.target] if switch.target else [])):
+                if self.sink.state(name) in HALF_WAY:
+                    await self._fail(name, failure)
+            return Outcome(failure)
+
+    async def _run(self, switch: Switch, record: SwapRecord, *, abort: bool) -> Outcome:
         mode = SleepMode.ABORT if abort else SleepMode.WAIT
         for victim in switch.victims:
             try:
@@ -193,20 +209,22 @@ class Transitions:
             after a
                 rolled back wake, FAILED, QUARANTINED).
         """
-        verdict = self.sink.fits(name)
-        if not verdict.fits:
-            raise InsufficientMemoryError(f"{name} does not fit now: {verdict.arithmetic}")
-        member = self.members[name]
+        member, began = self.members[name], self.clock.now()
         state = self.sink.state(name)
+        verdict = self.sink.fits(name)
+        if not verdict.fits and state is not _S.UNKNOWN:  # what it holds, it holds already
+            raise InsufficientMemoryError(f"{name} does not fit now: {verdict.arithmetic}")
         record.target_bytes_before = await self._measure(member)
         if state is _S.UNKNOWN:
             await self._reconcile(name, record)
         elif state is _S.ASLEEP:
             await self._wake_verified(name, record)
+            self.sink.timed(name, "wake", self.clock.now() - began)
         else:
             await self._start(name, record)
             # A new process is the new truth; an engine we did not restart is not.
             await self._verify_or_fail(name, record, compare=member.spec.url is not None)
+            self.sink.timed(name, "start", self.clock.now() - began)
         record.target_bytes_after = await self._measure(member)
 
     async def _reconcile(self, name: str, record: SwapRecord) -> None:
@@ -260,8 +278,7 @@ class Transitions:
         except HotrackError as wrong:
             self.sink.canary(name, "mismatch", wrong.message)
             final = WakeError(f"{name} still answers wrong after a restart, so it is quarantined: {wrong}")
-            await self._stop_quietly(name)
-            self.sink.moved(name, _S.QUARANTINED, final.message)
+            await self._fail(name, final, hopeless=True)
             raise final from wrong
 
     async def _wake(self, name: str, record: SwapRecord) -> None:
@@ -280,7 +297,6 @@ class Transitions:
             raise WakeError(f"{name} did not wake: {error.message}") from error
         finally:
             record.wake_ms += (self.clock.now() - began) * 1e3
-        self.sink.timed(name, "wake", self.clock.now() - began)
 
     async def _until_back(self, member: Member, until: float) -> None:
         spec = member.spec
@@ -338,9 +354,6 @@ class Transitions:
         finally:
             record.start_ms += (self.clock.now() - began) * 1e3
         self.sink.moved(name, _S.VERIFYING)
-        if member.spec.url is not None:  # it was there all the time, perhaps asleep
-            return
-        self.sink.timed(name, "start", self.clock.now() - began)
 
     async def _until_healthy(self, member: Member) -> None:
         await member.launch()
@@ -421,10 +434,10 @@ class Transitions:
             return False
         return True
 
-    async def _fail(self, name: str, error: HotrackError) -> None:
+    async def _fail(self, name: str, error: HotrackError, *, hopeless: bool = False) -> None:
         """FAILED, and its process ended: the ledger counts what is measured, not what was promised."""
         stopped = await self._stop_quietly(name)
-        self.sink.failed(name, error, holds=not stopped)
+        self.sink.failed(name, error, holds=not stopped, hopeless=hopeless)
 
     # --- small things
 
