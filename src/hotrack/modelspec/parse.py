@@ -129,10 +129,9 @@ def _rope(fields: Fields, head_dim: int) -> RopeSpec:
     theta_source = scaling if scaling.get("rope_theta") is not None else fields
     theta = theta_source.number("rope_theta", low=1.0, high=1e12, default=10_000.0)
     for source in (scaling, fields):
-        if source.number("partial_rotary_factor", low=0.0, high=1.0, default=1.0) != 1.0:
-            raise CheckpointError(
-                f"{source.where}: partial rotary embeddings are not supported for this family"
-            )
+        partial = source.number("partial_rotary_factor", low=0.0, high=1.0, default=1.0)
+        if partial != 1.0:
+            raise source.fail("partial_rotary_factor", "1 for this family", partial)
     kind = scaling.text("rope_type", "type", default="default")
     if kind == "default":
         return RopeSpec(theta=theta, dim=head_dim)
