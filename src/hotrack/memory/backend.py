@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hotrack.memory import process
+
 
 class BackendError(Exception):
     """A device call failed. Caught by whoever knows which region and chunk it was for; never leaves the
@@ -48,6 +50,9 @@ class PhysicalBackend(Protocol):
 
     def resident_bytes(self, address: int, nbytes: int) -> int:
         """Bytes of the range that really occupy device memory now, as the device tells it."""
+
+    def available_bytes(self) -> int:
+        """What the device could still give to this process."""
 
     def view(self, address: int, nbytes: int) -> Tensor:
         """uint8 [nbytes] tensor over a range, mapped or not."""
@@ -111,6 +116,9 @@ class MmapBackend:
         if _libc.mincore(address, nbytes, (ctypes.c_ubyte * len(pages)).from_buffer(pages)) != 0:
             raise _error("mincore", nbytes)
         return (len(pages) - pages.count(0)) * self.page_bytes
+
+    def available_bytes(self) -> int:
+        return process.available_bytes()
 
     def view(self, address: int, nbytes: int) -> Tensor:
         return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)

@@ -53,15 +53,26 @@ class MemoryManager:
         store = partial(make_store, store_dir or env.store_dir()) if enable_sleep_mode else None
         self.cycle = 0
         self._backend = backend or MmapBackend()
-        self._sleeper = Sleeper(store, num_threads)
+        self._sleeper = Sleeper(self._backend, store, num_threads)
         self._busy = threading.Lock()
 
-    def set_hooks(
-        self, *, packed: PackedCopies | None = None, reload: Callable[[], None] | None = None
-    ) -> None:
-        """``packed``: copies that are dropped by sleep and made again by wake. ``reload``: loads every
-        weight into its tensor again; level 2 is refused without it."""
-        self._sleeper.packed, self._sleeper.reload = packed, reload
+    @property
+    def packed(self) -> PackedCopies | None:
+        """Copies that every sleep drops and every wake makes again; set by the engine."""
+        return self._sleeper.packed
+
+    @packed.setter
+    def packed(self, packed: PackedCopies | None) -> None:
+        self._sleeper.packed = packed
+
+    @property
+    def reload(self) -> Callable[[], None] | None:
+        """Loads every weight into its tensor again; set by the engine. Without it level 2 is refused."""
+        return self._sleeper.reload
+
+    @reload.setter
+    def reload(self, reload: Callable[[], None] | None) -> None:
+        self._sleeper.reload = reload
 
     @property
     def state(self) -> EngineState:
@@ -192,7 +203,7 @@ class MemoryManager:
             if level == SleepLevel.PAUSE or not (awake or drops_store):
                 return self._sleep_report(started, before, level=level, changed=False)
             spent = self._sleeper.fall_asleep(level, awake)
-            self.cycle += 1
+            self.cycle += bool(awake)
             return self._sleep_report(
                 started,
                 before,

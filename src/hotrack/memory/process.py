@@ -1,24 +1,41 @@
 """This process's own memory, read from the kernel, and giving freed heap back to it."""
 
 import ctypes
-import mmap
 from pathlib import Path
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def rss_bytes() -> int:
-    """Resident set size of this process (``/proc/self/statm``, field 2)."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+    """Resident set size of this process, exact: ``statm`` may be off by megabytes on machines with many
+    cores."""
+    return _field_bytes(Path("/proc/self/smaps_rollup"), "Rss:")
 
 
 def available_bytes() -> int:
-    """What the machine could still give without swapping (``MemAvailable``); page cache counts as
-    available."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    raise RuntimeError("/proc/meminfo has no MemAvailable line")
+    """What this process could still allocate without swapping; page cache counts as available.
+
+    The smaller of the machine's ``MemAvailable`` and what the limit of our control group (version 2) leaves.
+    """
+    machine = _field_bytes(Path("/proc/meminfo"), "MemAvailable:")
+    group = Path("/sys/fs/cgroup") / Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().lstrip(
+        "/"
+    )
+    try:
+        limit = int((group / "memory.max").read_text())  # "max" means none
+        used = int((group / "memory.current").read_text())
+        cached = _field_bytes(group / "memory.stat", "inactive_file", unit=1)
+    except (OSError, ValueError):
+        return machine
+    return min(machine, limit - used + cached)
+
+
+def _field_bytes(path: Path, name: str, unit: int = 1024) -> int:
+    for line in path.read_text().splitlines():
+        key, value, *_ = line.split()
+        if key == name:
+            return int(value) * unit
+    raise ValueError(f"{path} has no line {name}")
 
 
 def trim_heap() -> None:

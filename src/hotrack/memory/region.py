@@ -85,6 +85,7 @@ class Region:
     def drop(self, names: Iterable[str]) -> int:
         """Give back the whole pages inside the named tensors, which become inaccessible. Returns bytes
         given back."""
+        assert self.mapped, f"{self.name} is asleep"
         page, total = self._backend.page_bytes, 0
         for name in names:
             placement = self._by_name[name]

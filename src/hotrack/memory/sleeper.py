@@ -9,6 +9,7 @@ from typing import Protocol
 from hotrack.core.errors import ChecksumError, SleepError, TransitionError, WakeError
 from hotrack.core.lifecycle import EngineState, SleepLevel
 from hotrack.memory import process
+from hotrack.memory.backend import PhysicalBackend
 from hotrack.memory.region import ChunkState, Region
 from hotrack.memory.store import HostStore
 from hotrack.memory.transfer import (
@@ -70,6 +71,7 @@ class Sleeper:
     ``MemoryManager``.
     """
 
+    backend: PhysicalBackend
     make_store: Callable[[int], HostStore] | None
     num_threads: int
     weights: list[WeightRegion] = field(default_factory=list)
@@ -82,9 +84,10 @@ class Sleeper:
     def save(self, entry: WeightRegion) -> None:
         """Fill the host store of one region. Raises ChunkError, or ConfigError when there is no room for a
         store."""
-        assert not entry.region.has_drops, "the bytes of dropped tensors are not there to be saved"
         if self.make_store is None:
             return
+        assert entry.region.mapped, f"{entry.region.name} is asleep"
+        assert not entry.region.has_drops, "the bytes of dropped tensors are not there to be saved"
         if entry.store is None:
             entry.store = self.make_store(entry.region.nbytes)
         entry.sealed = False
@@ -163,6 +166,7 @@ class Sleeper:
         spent = Spent()
         self.state = EngineState.WAKING
         with self._or_undo(lambda: self._put_back(asleep), EngineState.ASLEEP, WakeError):
+            self._check_room(asleep)
             lost = [entry for entry in self.weights if entry.region in asleep and not entry.sealed]
             if lost:
                 self._load_again(lost, spent)
@@ -170,6 +174,13 @@ class Sleeper:
         everything = [entry.region for entry in self.weights] + self.others
         self.state = EngineState.AWAKE if all(r.mapped for r in everything) else EngineState.ASLEEP
         return spent
+
+    def _check_room(self, asleep: Sequence[Region]) -> None:
+        # Only weights: they are filled at once, while the KV cache of a CPU fills as it is used.
+        needed = sum(region.nbytes for region in asleep if region.tag == WEIGHTS)
+        available = self.backend.available_bytes()
+        if needed > available:
+            raise WakeError(f"the weights need {needed} bytes and the device has {available} left")
 
     def _load_again(self, lost: Sequence[WeightRegion], spent: Spent) -> None:
         """After level 2. The regions do not count as awake before the loader has returned and the copy is

@@ -5,7 +5,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -40,6 +39,11 @@ class Timings:
     copy_s: float = 0.0
     verify_s: float = 0.0
 
+    def add(self, other: "Timings") -> None:
+        self.map_s += other.map_s
+        self.copy_s += other.copy_s
+        self.verify_s += other.verify_s
+
 
 def save_region(region: Region, store: HostStore, num_threads: int) -> None:
     """Copy every chunk into ``store`` and record its checksum. Raises ChunkError; device memory is only
@@ -64,7 +68,7 @@ def restore_region(
     Close the iterator early only to give up: chunks already mapped stay mapped. Raises ChunkError.
     """
 
-    def restore(index: int) -> int:
+    def restore(index: int) -> tuple[int, Timings]:
         offset, nbytes = region.chunks[index]
         address = region.chunk_address(index)
         start = time.perf_counter()
@@ -76,13 +80,11 @@ def restore_region(
             store.verify(offset, address, nbytes)
         except StoreError as error:
             raise ChunkError(region, index, "restoring", error) from error
-        timings.map_s += mapped - start
-        timings.copy_s += copied - mapped
-        timings.verify_s += time.perf_counter() - copied
-        return offset + nbytes
+        return offset + nbytes, Timings(mapped - start, copied - mapped, time.perf_counter() - copied)
 
     waiting = deque(region.plan.placements)
-    for landed in _in_order(restore, range(len(region.chunks)), num_threads):
+    for landed, spent in _in_order(restore, range(len(region.chunks)), num_threads):
+        timings.add(spent)
         names = []
         while waiting and waiting[0].end <= landed:
             names.append(waiting.popleft().spec.name)
@@ -167,4 +169,3 @@ def _in_order(work: Callable[[T], R], items: Iterable[T], num_threads: int) -> I
         finally:
             for future in pending:
                 future.cancel()
-            wait_for_futures(pending)
