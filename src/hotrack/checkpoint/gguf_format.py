@@ -99,19 +99,18 @@ def _stored(
             f"{file.path}: tensor {shorten(tensor.name)!r} has {shape[0]} rows; "
             f"expected a multiple of the head size {row_group}"
         )
-    decode = plain(PLAIN[tensor.type]) if tensor.type in PLAIN else partial(_dequantize, tensor.type_id)
-    quantized_vector = len(shape) == 1 and tensor.type not in PLAIN
-    if quantized_vector:
+    dtype = PLAIN.get(tensor.type)
+    if dtype is None and len(shape) == 1:
         raise CheckpointError(f"{file.path}: vector {shorten(tensor.name)!r} is quantised ({tensor.type})")
-    nbytes_per_row = tensor.nbytes // (prod(tensor.shape) // prod(shape)) // shape[0]
+    decode = partial(_dequantize, tensor.type_id) if dtype is None else plain(dtype)
+    # A row of dimension 0 may hold several stored rows (a stack of matrices) or be one element (a vector).
+    row_bytes = tensor.nbytes * prod(shape[1:]) // prod(tensor.shape)
     return StoredTensor(
         file=file,
-        offset=tensor.offset + first_row * nbytes_per_row,
+        offset=tensor.offset + first_row * row_bytes,
         shape=shape,
-        dtype=tensor.type.lower()
-        if tensor.type not in PLAIN
-        else str(PLAIN[tensor.type]).removeprefix("torch."),
-        row_bytes=nbytes_per_row,
+        dtype=tensor.type if dtype is None else str(dtype).removeprefix("torch."),
+        row_bytes=row_bytes,
         decode=partial(_unpermute, decode, row_group) if row_group > 1 else decode,
         row_group=row_group,
     )

@@ -91,7 +91,7 @@ def _add_bos(tokenizer: Tokenizer, meta: Fields, tokens: list[str]) -> None:
         return
     bos = meta.integer("tokenizer.ggml.bos_token_id", low=0, high=len(tokens) - 1)
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="$bos $A", pair="$bos $A $bos $B", special_tokens=[("$bos", bos)]
+        single="BOS $A", pair="BOS $A BOS $B", special_tokens=[("BOS", bos)]
     )
 
 
