@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from fakes.scripted_engine import CHAT_TEMPLATE, EOS, ScriptedEngine, byte_tokenizer
-
+from fakes.scripted_engine import CHAT_TEMPLATE, EOS, VOCAB_SIZE, ScriptedEngine, byte_tokenizer
 from hotrack.config.server import ServerConfig
 from hotrack.obs.member_metrics import MemberMetrics
 from hotrack.server.chat_template import ChatTemplate
@@ -32,7 +31,7 @@ def scripted_member(
         root="/models/demo",
         config=ServerConfig(**config),
         engine=engine,
-        codec=Codec(byte_tokenizer(), max_model_len),
+        codec=Codec(byte_tokenizer(), max_model_len, VOCAB_SIZE),
         template=InlineTemplate(template, {}, timeout_s=5.0),
         residency=Residency(engine, metrics, sleep_enabled=True),
         metrics=metrics,

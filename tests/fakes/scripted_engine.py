@@ -1,4 +1,4 @@
-"""An engine that emits the tokens it was told to, one per turn of the event loop; and a byte-level tokenizer to go with it."""
+"""An engine that emits the tokens it was told to, one per turn of the event loop; and a byte-level tokenizer."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -12,8 +12,10 @@ from hotrack.core.request import EngineOutput, EngineRequest, TokenLogprobs, pac
 
 EOS = 0
 SPECIAL = ("<|end|>", "<|user|>", "<|assistant|>")
+VOCAB_SIZE = 256 + len(SPECIAL)
 CHAT_TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' %}<|end|>{% endif %}{% endfor %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "{% if m.role == 'assistant' %}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
@@ -36,13 +38,14 @@ def say(text: str, *, then_eos: bool = True) -> Callable[[EngineRequest], list[i
 
 
 class ScriptedEngine:
-    """``script(request)`` is what the model would say for ever; max_tokens, EOS and stop tokens end it as in the engine.
+    """``script(request)`` is what the model would say; max_tokens, EOS and stop tokens end it as in the engine.
 
     ``paused``: nothing is emitted until ``resume()``. ``refuse``: the next control raises this error.
     """
 
-    def __init__(self, script: Callable[[EngineRequest], list[int]] = say("hello")) -> None:
-        self.script = script
+    def __init__(self, script: Callable[[EngineRequest], list[int]] | None = None) -> None:
+        self.script = script or say("hello")
+        self.stats: dict[str, float] = {}
         self.requests: list[EngineRequest] = []
         self.aborted: list[str] = []
         self.controls: list[tuple[str, dict[str, Any]]] = []
@@ -92,7 +95,9 @@ class ScriptedEngine:
                     sink(EngineOutput(request_id, b"", finish_reason=FinishReason.ABORT))
                 self._sinks.clear()
         if op == "wake":
-            self.sleeping = [tag for tag in self.sleeping if args["tags"] is not None and tag not in args["tags"]]
+            self.sleeping = [
+                tag for tag in self.sleeping if args["tags"] is not None and tag not in args["tags"]
+            ]
         return {"sleeping_tags": list(self.sleeping), "freed_bytes": 1234}
 
     async def _emit(self, request: EngineRequest) -> None:
@@ -107,8 +112,16 @@ class ScriptedEngine:
             sink = self._sinks.get(request.request_id)
             if sink is None:
                 return
-            stops = token in sampling.stop_token_ids or (token in request.eos_token_ids and not sampling.ignore_eos)
-            reason = FinishReason.STOP if stops else FinishReason.LENGTH if position == request.max_tokens else None
+            stops = token in sampling.stop_token_ids or (
+                token in request.eos_token_ids and not sampling.ignore_eos
+            )
+            reason = (
+                FinishReason.STOP
+                if stops
+                else FinishReason.LENGTH
+                if position == request.max_tokens
+                else None
+            )
             if reason is not None:
                 del self._sinks[request.request_id]
             sink(

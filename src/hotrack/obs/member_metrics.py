@@ -25,8 +25,8 @@ _GAUGES = {
 }
 _TOTALS = {
     "preemptions": ("vllm:num_preemptions", "Requests preempted to free KV blocks."),
-    "prefix_queries": ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
-    "prefix_hits": ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    "prompt_tokens": ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+    "cached_prompt_tokens": ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache."),
 }
 
 

@@ -27,6 +27,7 @@ class AdminEndpoints:
         return Response(status_code=200) if dead is None else error_response(dead)
 
     async def metrics(self, _: Request) -> Response:
+        self._member.metrics.update_engine(self._member.engine.stats)
         return Response(self._member.metrics.render(), headers={"content-type": CONTENT_TYPE})
 
     async def version(self, _: Request) -> Response:

@@ -13,13 +13,15 @@ _INLINE_CHARS = 16384
 
 
 class Codec:
-    """``max_model_len``: prompt and completion together, in tokens."""
+    """``max_model_len``: prompt and completion together, in tokens. ``vocab_size``: ids below it are valid;
+    a model may have more of them than its tokenizer.
+    """
 
-    def __init__(self, tokenizer: Tokenizer, max_model_len: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, max_model_len: int, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._longest_token_chars = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
         self.max_model_len = max_model_len
-        self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
+        self.vocab_size = vocab_size
         self.decoder = TokenDecoder(tokenizer)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:

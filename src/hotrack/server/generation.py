@@ -18,7 +18,10 @@ Sink = Callable[[EngineOutput | HotrackError], None]
 
 
 class Engine(Protocol):
-    """What the server needs of ``engine.client.EngineClient``."""
+    """What the server needs of ``engine.client.EngineClient``. ``stats``: gauges and totals as of the last
+    step."""
+
+    stats: dict[str, float]
 
     def submit(self, request: EngineRequest, sink: Sink) -> None:
         """Start a sequence; ``sink`` gets its outputs, or the error that ended the engine."""

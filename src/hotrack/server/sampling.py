@@ -18,17 +18,9 @@ _PLAIN = (
 )  # fmt: skip
 
 
-def model_defaults(generation_config: Mapping[str, Any]) -> dict[str, float]:
-    """Sampling defaults from a model's generation_config.json; values that are no usable numbers are left
-    out."""
-    defaults = {}
-    for name in _DEFAULTS_FROM_MODEL:
-        value = generation_config.get(name)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            defaults[name] = int(value) if name == "top_k" else value
-    if generation_config.get("do_sample") is False:
-        defaults["temperature"] = 0.0
-    return defaults
+def model_defaults(generation_defaults: Mapping[str, float]) -> dict[str, float]:
+    """Sampling defaults a model brings along, in the types ``SamplingParams`` has."""
+    return {name: int(value) if name == "top_k" else value for name, value in generation_defaults.items()}
 
 
 def build_sampling(

@@ -3,7 +3,7 @@
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from hotrack.core.errors import EngineDeadError, HotrackError, ModelAsleepError
+from hotrack.core.errors import HotrackError, ModelAsleepError, error_from_code
 from hotrack.core.lifecycle import FinishReason
 from hotrack.core.request import EngineOutput, TokenLogprobs, unpack_tokens
 from hotrack.core.sampling import SamplingParams
@@ -101,4 +101,6 @@ def _ended_early(output: EngineOutput) -> HotrackError:
         return ModelAsleepError(
             output.error or "the request was aborted because the model went to sleep; send it again"
         )
-    return EngineDeadError(output.error or "the engine could not finish this request", code="engine_error")
+    return error_from_code(
+        output.error_code or HotrackError.code, output.error or "the engine could not finish this request"
+    )

@@ -1,0 +1,214 @@
+"""One member's life: bind, load, serve, drain, leave."""
+
+import asyncio
+import signal
+import socket
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from time import monotonic
+from typing import Any, TypeVar
+
+import uvicorn
+
+from hotrack.checkpoint.tokenizer import TokenizerAssets, load_tokenizer
+from hotrack.config.engine import EngineConfig
+from hotrack.config.server import ServerConfig
+from hotrack.core.errors import ConfigError, DrainTimeoutError, EngineDeadError
+from hotrack.engine.client import EngineClient
+from hotrack.hub import ResolvedModel, resolve
+from hotrack.obs.log import get_logger, setup_logging
+from hotrack.obs.member_metrics import MemberMetrics
+from hotrack.server import listen
+from hotrack.server.app import create_app
+from hotrack.server.chat_template import MAX_TEMPLATE_CHARS, ChatTemplate
+from hotrack.server.codec import Codec
+from hotrack.server.member import Member
+from hotrack.server.progress import LoadingBar
+from hotrack.server.residency import Residency
+from hotrack.server.sampling import model_defaults
+
+log = get_logger(__name__)
+R = TypeVar("R")
+
+# After the engine's death: how long to let clients and probes read the reason before the process ends.
+_LAST_WORDS_S = 1.0
+_ANSWER_TIMEOUT_S = 5.0
+
+
+class _Uvicorn(uvicorn.Server):
+    """Signals are handled here, not there: a drain comes before the shutdown."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def run(engine_config: EngineConfig, server_config: ServerConfig) -> int:
+    """Serve until SIGTERM, SIGINT or the engine's death; the process's exit code.
+
+    Raises:
+        HotrackError: the server could not start; the message is for the user.
+    """
+    started = monotonic()
+    stop = asyncio.Event()
+    hurry = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, _on_signal, stop, hurry)
+    sock = listen.bind(server_config)
+    client: EngineClient | None = None
+    template: ChatTemplate | None = None
+    try:
+        with LoadingBar() as bar:
+            resolved = await asyncio.to_thread(
+                resolve, engine_config.model, progress=lambda done, total: bar.update("download", done, total)
+            )
+            engine_config = replace(engine_config, model=str(resolved.path))
+            death: asyncio.Future[EngineDeadError] = asyncio.get_running_loop().create_future()
+            client = EngineClient(engine_config, on_death=death.set_result)
+            member = await _unless(stop, _load(client, bar, resolved, engine_config, server_config))
+        if member is None:
+            return 0
+        template = member.template
+        return await _serve(member, death, sock, (stop, hurry), started)
+    finally:
+        if client is not None:
+            await client.close()
+        if template is not None:
+            await template.close()
+        listen.close(sock, server_config)
+
+
+async def _load(
+    client: EngineClient,
+    bar: LoadingBar,
+    resolved: ResolvedModel,
+    engine_config: EngineConfig,
+    config: ServerConfig,
+) -> Member:
+    names = config.served_model_names or (resolved.name,)
+    setup_logging(names[0], config.log_level)
+    tokenizer_task = asyncio.create_task(asyncio.to_thread(load_tokenizer, resolved))
+    try:
+        info = (await client.start(bar.update)).info
+    except BaseException:
+        tokenizer_task.cancel()
+        raise
+    assets = await tokenizer_task
+    template = ChatTemplate(
+        _template_source(assets, config), _special_tokens(assets), timeout_s=config.template_timeout_s
+    )
+    await template.start()
+    metrics = MemberMetrics(names[0])
+    return Member(
+        names=names,
+        root=engine_config.model,
+        config=config,
+        engine=client,
+        codec=Codec(assets.tokenizer, int(info["max_model_len"]), int(info["vocab_size"])),
+        template=template,
+        residency=Residency(client, metrics, sleep_enabled=engine_config.enable_sleep_mode),
+        metrics=metrics,
+        eos_token_ids=assets.eos_token_ids,
+        sampling_defaults=model_defaults(assets.generation_defaults)
+        if config.generation_config == "auto"
+        else {},
+    )
+
+
+def _template_source(assets: TokenizerAssets, config: ServerConfig) -> str | None:
+    if config.chat_template is None:
+        return assets.chat_template
+    try:
+        with Path(config.chat_template).open(encoding="utf-8") as file:
+            return file.read(MAX_TEMPLATE_CHARS + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template {config.chat_template}: {error}") from None
+
+
+def _special_tokens(assets: TokenizerAssets) -> dict[str, str]:
+    return {"bos_token": assets.bos_token or "", "eos_token": assets.eos_token or ""}
+
+
+async def _serve(
+    member: Member,
+    death: asyncio.Future[EngineDeadError],
+    sock: socket.socket,
+    signals: tuple[asyncio.Event, asyncio.Event],
+    started: float,
+) -> int:
+    stop, hurry = signals
+    options = uvicorn.Config(
+        create_app(member),
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=int(_ANSWER_TIMEOUT_S),
+    )
+    server = _Uvicorn(options)
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    log.info("%s ready at %s in %.1f s", member.names[0], listen.describe(sock), monotonic() - started)
+    stopping = asyncio.create_task(stop.wait())
+    first: set[asyncio.Future[Any]] = {serving, death, stopping}
+    await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+    if not death.done() and stopping.done():
+        await _unless(_as_event(death), _drain(member, hurry))
+    if death.done():
+        await _say_dead(member, death.result())
+    stopping.cancel()
+    server.should_exit = True
+    await serving
+    return 1 if death.done() else 0
+
+
+async def _say_dead(member: Member, error: EngineDeadError) -> None:
+    log.error("the engine died: %s; answering what is open, then leaving", error.message)
+    member.residency.engine_died(error)
+    await _within(_ANSWER_TIMEOUT_S, member.residency.wait_idle())
+    await asyncio.sleep(_LAST_WORDS_S)
+
+
+async def _drain(member: Member, hurry: asyncio.Event) -> None:
+    residency, timeout_s = member.residency, member.config.drain_timeout_s
+    log.info("stopping: no new requests; running ones have %g s (signal again to cut them short)", timeout_s)
+    drained = await _unless(hurry, residency.drain(timeout_s))
+    if not drained:
+        residency.fail_all(
+            DrainTimeoutError("the server is shutting down and could not wait for this request")
+        )
+        await _within(_ANSWER_TIMEOUT_S, residency.wait_idle())
+
+
+def _as_event(future: asyncio.Future[Any]) -> asyncio.Event:
+    event = asyncio.Event()
+    future.add_done_callback(lambda _: event.set())
+    return event
+
+
+def _on_signal(stop: asyncio.Event, hurry: asyncio.Event) -> None:
+    (hurry if stop.is_set() else stop).set()
+
+
+async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, R]) -> R | None:
+    """``work``'s result, or None when ``event`` was set first and the work was cancelled."""
+    task = asyncio.create_task(work)
+    waiter = asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait({task, waiter}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        waiter.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+
+
+async def _within(timeout_s: float, work: Coroutine[Any, Any, None]) -> None:
+    with suppress(TimeoutError):
+        await asyncio.wait_for(work, timeout_s)
