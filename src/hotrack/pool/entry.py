@@ -122,6 +122,7 @@ class Entry:
             ttl_s=self.spec.ttl_s,
             holds=self.holds,
             swap_s=self.swap_in_s,
+            sleep_s=self.typical_s("sleep"),
             drain_s=self.spec.deadlines.drain_s,
         )
 

@@ -12,6 +12,7 @@ from hotrack.pool.eviction import Holder, choose_victims
 from hotrack.pool.policy import PoolPolicy
 
 DOWN_STATES = frozenset({MemberState.STOPPED, MemberState.FAILED, MemberState.QUARANTINED})
+SAFETY = 1.5  # on expected times, when a deadline depends on them
 ASLEEP_STATES = frozenset({MemberState.ASLEEP, MemberState.STOPPED, MemberState.FAILED})
 
 
@@ -23,7 +24,8 @@ class MemberView:
     among those waiting; ``waiting_priority`` / ``running_priority``: best (lowest) of each, inf when there
     is none.
     ``served``: requests admitted since ``ready_since``. ``retry_at``: not to be tried before. ``holds``: its
-    process may hold memory although it is not awake (a failed sleeper). ``swap_s``: expected seconds to swap
+    process may hold memory although it is not awake (a failed sleeper). ``sleep_s``: expected seconds to put
+    it to sleep; ``drain_s``: most that its drain may take; ``swap_s``: expected seconds to swap
     it in.
     """
 
@@ -44,6 +46,7 @@ class MemberView:
     ttl_s: float = 0.0
     holds: bool = False
     swap_s: float = 1.0
+    sleep_s: float = 0.0
     drain_s: float = 0.0
 
     @property
@@ -169,7 +172,8 @@ class SwapScheduler:
             due_at, cause = turn_over, Cause.REQUEST if idle else Cause.QUANTUM
         held_until = max(v.ready_since + self.policy.min_residency_s for v in victims)
         due_at = max(due_at, held_until)
-        swap_s = target.swap_s + max(0.0 if v.idle else v.drain_s for v in victims)
+        swap_s = SAFETY * (target.swap_s + sum(v.sleep_s for v in victims))
+        swap_s += max(0.0 if v.idle else v.drain_s for v in victims)
         latest = target.deadline - swap_s
         if latest < due_at and target.deadline < due_at + swap_s:
             due_at, cause = max(latest, now), Cause.DEADLINE
@@ -183,10 +187,11 @@ class SwapScheduler:
     def _housekeeping(self, view: GroupView, now: float, wait_until: float) -> Decision:
         """Idle members sleep after their ttl; failed ones restart where that disturbs nobody."""
         for m in view.members:
-            if m.state is MemberState.READY and m.idle and m.ttl_s > 0 and not m.pinned:
-                if m.last_used + m.ttl_s <= now:
+            if m.state is MemberState.READY and m.ttl_s > 0 and not m.pinned:
+                idle_since = m.last_used if m.idle else now  # a request that ends sets no timer: look again
+                if idle_since + m.ttl_s <= now:
                     return Switch(Cause.IDLE, victims=(m.name,))
-                wait_until = min(wait_until, m.last_used + m.ttl_s)
+                wait_until = min(wait_until, idle_since + m.ttl_s)
             if m.state is MemberState.FAILED and self.victims(view, m.name) == ():
                 if m.retry_at <= now:
                     return Switch(Cause.RESTART, m.name, then_sleep=not m.num_waiting)

@@ -7,9 +7,8 @@ from hotrack.core.lifecycle import MemberState
 
 @dataclass(frozen=True, slots=True)
 class MemberStatus:
-    """One member as last observed. Bytes are measured (None: not yet); times are medians of measured
-    swaps.
-    """
+    """One member as last observed. Bytes are measured; times are medians of what was measured, ``wake_s`` and
+    ``start_s`` until ready. None: not yet."""
 
     name: str
     aliases: tuple[str, ...]
