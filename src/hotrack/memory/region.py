@@ -85,13 +85,14 @@ class Region:
     def drop(self, names: Iterable[str]) -> int:
         """Give back the whole pages inside the named tensors, which become inaccessible. Returns bytes
         given back."""
-        assert self.mapped, f"{self.name} is asleep"
         page, total = self._backend.page_bytes, 0
         for name in names:
             placement = self._by_name[name]
             low, high = round_up(placement.offset, page), placement.end // page * page
             if name in self._dropped or low >= high:
                 continue
+            inside = self.state[low // self.plan.chunk_bytes : -(-high // self.plan.chunk_bytes)]
+            assert all(state is ChunkState.MAPPED for state in inside), f"{name} of {self.name} is asleep"
             self._backend.unmap(self._address + low, high - low)
             self._dropped[name] = low, high
             self._backend.release(self._address + low, high - low)

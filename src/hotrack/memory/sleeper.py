@@ -165,9 +165,9 @@ class Sleeper:
         """Raises WakeError or ChecksumError; then ``asleep`` is asleep."""
         spent = Spent()
         self.state = EngineState.WAKING
-        with self._or_undo(lambda: self._put_back(asleep), EngineState.ASLEEP, WakeError):
+        lost = [entry for entry in self.weights if entry.region in asleep and not entry.sealed]
+        with self._or_undo(lambda: self._put_back(asleep, lost), EngineState.ASLEEP, WakeError):
             self._check_room(asleep)
-            lost = [entry for entry in self.weights if entry.region in asleep and not entry.sealed]
             if lost:
                 self._load_again(lost, spent)
             self._bring_back([region for region in asleep if not region.mapped], spent)
@@ -220,7 +220,9 @@ class Sleeper:
             self.packed.pack(names)
             spent.pack_s += time.perf_counter() - start
 
-    def _put_back(self, regions: Sequence[Region]) -> None:
+    def _put_back(self, regions: Sequence[Region], lost: Sequence[WeightRegion] = ()) -> None:
+        for entry in lost:  # the loader fills all of them or none, so they stay lost together
+            entry.sealed = False
         if self.packed is not None and any(region.tag == WEIGHTS for region in regions):
             self.packed.drop()
         unmap_regions(regions)
