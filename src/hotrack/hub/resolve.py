@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import os
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from hotrack.core.progress import Progress
 from hotrack.hub.demo import DEMO_MODELS, DemoModel, WheelModel, find_demo, require
 from hotrack.hub.model import ResolvedModel
 from hotrack.hub.wheel import pull_wheel_model
+from hotrack.modelspec.fields import shorten
 
 REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
@@ -48,19 +50,20 @@ def pull(model: str, source: Path | None = None, progress: Progress | None = Non
 
 def _local(model: str) -> ResolvedModel | None:
     """``model`` as a path; None when nothing is there and it does not look like a path."""
-    if not model or "\0" in model:
+    # os.path answers False where pathlib raises (a name too long, a NUL byte, an unknown ~user).
+    if not model:
         raise _unknown(model)
-    path = Path(model).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(model))
+    if os.path.isdir(path):
         return _folder(path)
-    if path.is_file():
+    if os.path.isfile(path):
         if path.suffix != ".gguf":
             raise CheckpointError(
                 f"{path} is not a .gguf file; name a GGUF file or a folder with config.json"
             )
         return ResolvedModel("gguf", path.resolve(), path.stem)
     if path.suffix == ".gguf" or model.startswith(("/", "./", "../", "~")):
-        raise CheckpointError(f"no file or folder {path}")
+        raise CheckpointError(f"no file or folder {shorten(path, 200)}", code="model_not_found")
     return None
 
 
@@ -94,7 +97,7 @@ def _unknown(model: str) -> CheckpointError:
     hint = f"did you mean {near[0]!r}? " if near else ""
     demos = ", ".join(m.name for m in DEMO_MODELS)
     return CheckpointError(
-        f"unknown model {model[:200]!r}: {hint}A model is a folder, a .gguf file, a Hugging Face repository "
+        f"unknown model {shorten(model, 200)!r}: {hint}A model is a folder, a .gguf file, a Hugging Face repository "
         f"(owner/name) or a demo name ({demos})",
         code="model_not_found",
     )
