@@ -89,7 +89,7 @@ def _member(name: str, model: ModelConfig, config: PoolConfig) -> MemberSpec:
         name=name,
         command=_command(name, model),
         url=model.proxy if model.cmd is None and model.model is None else None,
-        env=dict(entry.split("=", 1) for entry in model.env),
+        env=_environment(model),
         aliases=(*model.aliases, *(key for key in model.filters.set_params_by_id if key != name)),
         served_model_name=model.use_model_name,
         device_group=model.device_group,
@@ -105,6 +105,13 @@ def _member(name: str, model: ModelConfig, config: PoolConfig) -> MemberSpec:
         canary=_canary(model.canary or pool.canary),
         deadlines=_deadlines(model, config),
     )
+
+
+def _environment(model: ModelConfig) -> dict[str, str]:
+    """Extra variables of the member's process. Our own engine listens on a private socket and must not ask
+    for the key that the gateway's clients use."""
+    own = {} if model.model is None else {"HOTRACK_API_KEY": ""}
+    return {**own, **dict(entry.split("=", 1) for entry in model.env)}
 
 
 def _deadlines(model: ModelConfig, config: PoolConfig) -> Deadlines:

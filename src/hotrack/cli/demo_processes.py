@@ -1,0 +1,119 @@
+"""Processes the demo starts: an engine alone, and a whole gateway. Neither survives the demo."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hotrack.cli.http import Api, ServerError
+from hotrack.core.errors import HotrackError
+from hotrack.members.process import die_with_parent, free_port
+
+START_TIMEOUT_S = 180.0
+STOP_TIMEOUT_S = 20.0
+POLL_S = 0.05
+_LISTENING = re.compile(r"listening on (http://\S+)")
+
+
+class DemoError(HotrackError):
+    """A step of the demo failed."""
+
+    code = "demo_failed"
+
+
+class Running:
+    """A process of ours with its output in ``log``."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", log: Path) -> None:
+        self.process = process
+        self.log = log
+
+    def check(self) -> None:
+        """Raises DemoError with the end of the log when the process is gone."""
+        code = self.process.poll()
+        if code is not None:
+            tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
+            raise DemoError(f"{self.log.stem} ended with exit code {code}; its last words:\n{tail}")
+
+    def wait_for(self, condition: Callable[[], Any], what: str) -> Any:
+        """The first true value of ``condition()``. Raises DemoError on a timeout or when the process ends."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if value := condition():
+                return value
+            self.check()
+            time.sleep(POLL_S)
+        raise DemoError(f"{self.log.stem}: not {what} within {START_TIMEOUT_S:g} s; see {self.log}")
+
+
+@contextmanager
+def run(name: str, arguments: Sequence[str], folder: Path) -> Iterator[Running]:
+    """``python -m ARGUMENTS`` with its output in ``folder``; ended on leaving, by SIGKILL if need be."""
+    log = folder / f"{name}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C reaches the demo alone, which then ends its processes in order
+            preexec_fn=die_with_parent(os.getpid()),
+        )
+    try:
+        yield Running(process, log)
+    finally:
+        _end(process)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def engine(name: str, model: str, flags: Sequence[str], folder: Path) -> Iterator[tuple[Api, int]]:
+    """A server of one model, ready; and its pid."""
+    port = free_port()
+    arguments = ["hotrack.server", model, "--port", str(port), "--served-model-name", name, *flags]
+    with run(f"{name}-alone", arguments, folder) as running:
+        api = Api(f"http://127.0.0.1:{port}")
+        running.wait_for(lambda: _answers(api, "/health"), "ready")
+        yield api, running.process.pid
+
+
+@contextmanager
+def gateway(pool_file: Path, folder: Path, progress: Callable[[Api], None]) -> Iterator[Api]:
+    """`hotrack serve` on a free port, ready. ``progress`` is called now and then while it starts."""
+    with run("gateway", ["hotrack", "serve", str(pool_file), "--port", "0"], folder) as running:
+        found = running.wait_for(
+            lambda: _LISTENING.search(running.log.read_text(errors="replace")), "listening"
+        )
+        api = Api(found[1])
+
+        def ready() -> bool:
+            if _answers(api, "/ready"):
+                return True
+            progress(api)
+            return False
+
+        running.wait_for(ready, "ready")
+        yield api
+
+
+def _answers(api: Api, path: str) -> bool:
+    try:
+        api.get(path)
+    except ServerError:
+        return False
+    return True
