@@ -88,24 +88,21 @@ class Sleeper:
             return
         assert entry.region.mapped, f"{entry.region.name} is asleep"
         assert not entry.region.has_drops, "the bytes of dropped tensors are not there to be saved"
-        if entry.store is None:
-            entry.store = self.make_store(entry.region.nbytes)
+        self._make_store(entry)
+        assert entry.store is not None, f"{entry.region.name=}"
         entry.sealed = False
         save_region(entry.region, entry.store, self.num_threads)
         entry.sealed = True
 
-    def close_stores(self) -> None:
-        for entry in self.weights:
-            if entry.store is not None:
-                entry.store.close()
-            entry.store = None
-            entry.sealed = False
+    def _make_store(self, entry: WeightRegion) -> None:
+        if entry.store is None and self.make_store is not None:
+            entry.store = self.make_store(entry.region.nbytes)
 
     def close(self) -> None:
         """Give back every region and store; nothing works afterwards."""
         self.state = EngineState.FAILED
         self._put_back([entry.region for entry in self.weights] + self.others)
-        self.close_stores()
+        _close_stores(self.weights)
 
     # -- sleep
 
@@ -131,7 +128,7 @@ class Sleeper:
             dropped = time.perf_counter()
             self._release(awake)
         if level == SleepLevel.DROP_WEIGHTS:
-            self.close_stores()
+            _close_stores(self.weights)
         self.state = EngineState.ASLEEP
         spent.copy_s, spent.drop_s = saved - start, dropped - unmapped
         spent.unmap_s = unmapped - saved + time.perf_counter() - dropped
@@ -189,6 +186,8 @@ class Sleeper:
             raise WakeError(
                 "the weights were dropped by sleep level 2, and there is no way to load them again"
             )
+        for entry in lost:  # a full disk should show before minutes of loading
+            self._make_store(entry)
         map_regions([entry.region for entry in lost], spent)
         start = time.perf_counter()
         self.reload()
@@ -221,8 +220,7 @@ class Sleeper:
             spent.pack_s += time.perf_counter() - start
 
     def _put_back(self, regions: Sequence[Region], lost: Sequence[WeightRegion] = ()) -> None:
-        for entry in lost:  # the loader fills all of them or none, so they stay lost together
-            entry.sealed = False
+        _close_stores(lost)  # the loader fills all of them or none, so they stay lost together
         if self.packed is not None and any(region.tag == WEIGHTS for region in regions):
             self.packed.drop()
         unmap_regions(regions)
@@ -253,3 +251,11 @@ class Sleeper:
                 code="memory_failed",
             ) from error
         self.state = state
+
+
+def _close_stores(entries: Sequence[WeightRegion]) -> None:
+    for entry in entries:
+        if entry.store is not None:
+            entry.store.close()
+        entry.store = None
+        entry.sealed = False
