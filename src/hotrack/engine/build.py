@@ -75,8 +75,9 @@ def build_engine(
     tp: TensorParallel | None = None,
     salt: bytes = b"",
     progress: StageProgress | None = None,
+    hash_every: int = 0,
 ) -> BuiltEngine:
-    """Load ``config.model`` on this rank.
+    """Load ``config.model`` on this rank. ``hash_every``: see EngineCore.
 
     Raises:
         CheckpointError: the model is missing, damaged or of an unsupported kind.
@@ -102,7 +103,8 @@ def build_engine(
     memory.seal()
     model.after_load()
     memory.drop_pages(model.redundant_after_prepack())
-    memory.set_hooks(packed=_PackedWeights(model, memory), reload=load)
+    memory.packed = _PackedWeights(model, memory)
+    memory.reload = load
     loaded = monotonic()
 
     groups = group_layers(model.cache_specs(), config.block_size)
@@ -138,7 +140,7 @@ def build_engine(
         Transitions(memory, lambda value: min_over_ranks(tp, value)),
         vocab_size=spec.vocab_size,
         pipeline_depth=config.pipeline_depth,
-        hash_every=HASH_EVERY if tp.size > 1 else 0,
+        hash_every=hash_every,
     )
     info = {
         "num_blocks": num_blocks,
