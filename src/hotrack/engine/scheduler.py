@@ -35,6 +35,7 @@ class SchedulerLimits:
 class SchedulerCounters:
     """Totals since start."""
 
+    steps: int = 0
     preemptions: int = 0
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
@@ -67,7 +68,6 @@ class Scheduler:
         self._free_slots = list(range(limits.num_slots - 1, -1, -1))
         self._freed_slots: list[int] = []
         self._arrivals = 0
-        self._step = 0
         self.holding = False
 
     # ---- requests
@@ -140,7 +140,7 @@ class Scheduler:
         if not decodes.sequences and not chunks.sequences:
             return None
         plan = StepPlan(
-            step=self._step,
+            step=self.counters.steps,
             sequences=decodes.sequences + chunks.sequences,
             slots=decodes.slots + chunks.slots,
             starts=decodes.starts + chunks.starts,
@@ -151,7 +151,7 @@ class Scheduler:
             freed_slots=self._freed_slots,
         )
         self._freed_slots = []
-        self._step += 1
+        self.counters.steps += 1
         return plan
 
     def _plan_running(self, decodes: "_PlanPart", chunks: "_PlanPart") -> tuple[int, bool]:
