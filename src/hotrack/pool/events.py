@@ -21,8 +21,8 @@ class Cause(StrEnum):
     RESTORE = "restore"  # a failed wake gives the device back
     RESTART = "restart"
     IDLE = "idle"
+    PROBE = "probe"  # a member stopped answering; its process is ended
     OPERATOR = "operator"
-    SHUTDOWN = "shutdown"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from hotrack.pool.events import (
     RequestAdmitted,
     RequestRefused,
     RequestsCut,
+    StateChanged,
     SwapDone,
     SwapRecord,
 )
@@ -54,13 +55,15 @@ class PoolMetrics:
             "pool_gpu_bytes", "Measured device bytes of a member", ["member", "kind"], registry=registry
         )
         self._canary = Counter("pool_canary", "Canary runs", ["member", "result"], registry=registry)
-        self._cycles = Gauge("pool_member_cycles", "Sleeps completed", ["member"], registry=registry)
+        self._cycles = Counter("pool_member_cycles", "Sleeps completed", ["member"], registry=registry)
 
     def observe(self, event: Event) -> None:
         """Count one event."""
         match event:
             case SwapDone(swap=swap):
                 self._observe_swap(swap)
+            case StateChanged(member=member, old=MemberState.SUSPENDING, new=MemberState.ASLEEP):
+                self._cycles.labels(member).inc()
             case CanaryRan(member=member, result=result):
                 self._canary.labels(member, result).inc()
             case RequestAdmitted(member=member, waited_s=waited_s):
@@ -83,7 +86,6 @@ class PoolMetrics:
                 self._state.labels(row.name, state).set(row.state is state)
             self._depth.labels(row.name).set(row.num_waiting)
             self._in_flight.labels(row.name).set(row.num_in_flight)
-            self._cycles.labels(row.name).set(row.num_cycles)
             for kind, value in (
                 ("held", row.memory_bytes),
                 ("pool", row.awake_bytes),

@@ -52,12 +52,15 @@ from hotrack.pool.transitions import Outcome
 log = get_logger(__name__)
 _S = MemberState
 FOR_WAITERS = frozenset({Cause.REQUEST, Cause.QUANTUM, Cause.MAX_WAIT, Cause.PRIORITY, Cause.DEADLINE})
+MAX_MISSED_PROBES = 3
 WORKING = frozenset({_S.READY, _S.DRAINING, _S.ASLEEP})
 
 
 @dataclass(slots=True)
 class Command:
-    """An operator's wish ('boot', 'sleep', 'unload'); ``done`` is called once, with what went wrong."""
+    """A wish from outside ('boot', 'sleep', 'unload', 'kill'); ``done`` is called once, with what went
+    wrong.
+    """
 
     kind: str
     name: str
@@ -186,13 +189,17 @@ class RunLoop:
         self._settle()
 
     def on_probe(self, name: str, *, healthy: bool, memory_bytes: int | None) -> None:
-        """Result of the periodic look. Two misses in a row are a failure."""
+        """Result of the periodic look. A member that misses several in a row failed, and its process is
+        ended: it may be alive and hold memory."""
         entry = self._entries[name]
         entry.memory_bytes = memory_bytes if memory_bytes is not None else entry.memory_bytes
         entry.missed_probes = 0 if healthy else entry.missed_probes + 1
-        if entry.missed_probes >= 2:
+        if entry.missed_probes >= MAX_MISSED_PROBES and not self._closing and entry.state in WORKING:
             entry.missed_probes = 0
-            self.on_exit(name, "it no longer answers its health check")
+            self.failed(name, MemberFailedError(f"{name} no longer answers its health check"), holds=True)
+            if entry.spec.command:
+                self._commands.append(Command("kill", name, done=_ignore))
+            self._settle()
 
     def on_switch_done(self, outcome: Outcome) -> None:
         """The transition task ended."""
@@ -427,10 +434,11 @@ class RunLoop:
         if command.kind == "sleep":
             ready = entry.state is _S.READY
             return Switch(Cause.OPERATOR, victims=(entry.name,)) if ready else None
-        assert command.kind == "unload", command.kind
+        assert command.kind in ("unload", "kill"), command.kind
         if entry.state is _S.STOPPED:
             return None
-        return Switch(Cause.OPERATOR, victims=(entry.name,), stop=True)
+        cause = Cause.OPERATOR if command.kind == "unload" else Cause.PROBE
+        return Switch(cause, victims=(entry.name,), stop=True)
 
     def _view(self) -> GroupView:
         return GroupView([entry.view() for entry in self._entries.values()], self._capacity)
@@ -499,3 +507,7 @@ class RunLoop:
         self._effects.publish(
             RequestRefused(self._clock.now(), request.member, request.request_id, error.code)
         )
+
+
+def _ignore(error: HotrackError | None) -> None:
+    """Nobody waits for this command."""
