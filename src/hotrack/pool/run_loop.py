@@ -15,13 +15,10 @@ from math import inf
 
 from hotrack.core.clock import Clock
 from hotrack.core.errors import (
-    DeadlineExceededError,
     DrainingError,
     HotrackError,
     InsufficientMemoryError,
     MemberFailedError,
-    ModelAsleepError,
-    QueueFullError,
     WakeFailedError,
 )
 from hotrack.core.lifecycle import MemberState
@@ -29,6 +26,7 @@ from hotrack.members.member import Member
 from hotrack.obs.log import get_logger
 from hotrack.plan.ledger import Verdict, measured
 from hotrack.pool.capacity import Capacity
+from hotrack.pool.door import too_late, unfit, why_not_queue
 from hotrack.pool.effects import Effects
 from hotrack.pool.entry import Entry
 from hotrack.pool.events import (
@@ -53,6 +51,7 @@ log = get_logger(__name__)
 _S = MemberState
 FOR_WAITERS = frozenset({Cause.REQUEST, Cause.QUANTUM, Cause.MAX_WAIT, Cause.PRIORITY, Cause.DEADLINE})
 MAX_MISSED_PROBES = 3
+CLOSING = "the pool is shutting down"
 WORKING = frozenset({_S.READY, _S.DRAINING, _S.ASLEEP})
 
 
@@ -103,7 +102,9 @@ class RunLoop:
         if not self._contended and entry.state is _S.READY and entry.has_room:
             self._admit(entry, request)
             return
-        error = self._door(entry, request)
+        now, wait_s = self._clock.now(), self.estimate_s(entry.name)
+        error: HotrackError | None = DrainingError(CLOSING) if self._closing else None
+        error = error or why_not_queue(entry, request, now=now, wait_s=wait_s, policy=self._policy)
         if error is not None:
             self._refuse(request, error)
             return
@@ -168,10 +169,10 @@ class RunLoop:
         """Refuse everybody who waits; the caller then ends tasks and processes."""
         self._closing = True
         for entry in self._entries.values():
-            self._refuse_waiters(entry, lambda: DrainingError("the pool is shutting down"))
+            self._refuse_waiters(entry, lambda: DrainingError(CLOSING))
         commands, self._commands = [*self._commands], deque()
         for command in (*commands, *([self._command] if self._command else [])):
-            command.done(DrainingError("the pool is shutting down"))
+            command.done(DrainingError(CLOSING))
         self._command = None
         self._effects.set_timer(inf)
 
@@ -445,56 +446,19 @@ class RunLoop:
 
     # --- saying no
 
-    def _door(self, entry: Entry, request: Request) -> HotrackError | None:
-        """Why a request may not even queue."""
-        now, name = self._clock.now(), entry.name
-        wait_s = self.estimate_s(name)
-        if self._closing:
-            return DrainingError("the pool is shutting down")
-        if entry.state is _S.QUARANTINED:
-            return MemberFailedError(
-                f"{name} is quarantined after repeated failures and needs an operator: {entry.last_error}"
-            )
-        if entry.state is _S.ASLEEP and not (entry.spec.auto_wake or request.by_operator):
-            return ModelAsleepError(f"{name} is asleep and is not woken by requests; wake it first")
-        if entry.retry_at > now:
-            kind = WakeFailedError if entry.state is _S.ASLEEP else MemberFailedError
-            return kind(f"{name} failed and is backing off: {entry.last_error}", retry_after_s=wait_s)
-        if len(entry.queue) >= self._policy.max_queue:
-            return QueueFullError(
-                f"{len(entry.queue)} requests already wait for {name} (limit {self._policy.max_queue})",
-                retry_after_s=wait_s,
-            )
-        if now + wait_s > request.deadline:
-            return DeadlineExceededError(
-                f"{name} needs about {wait_s:.1f} s before it can answer, the deadline is in "
-                f"{request.deadline - now:.1f} s",
-                retry_after_s=wait_s,
-            )
-        return None
-
     def _expire(self, now: float) -> None:
         for entry in self._entries.values():
             late = [request for request in entry.queue if request.deadline <= now]
             for request in late:
                 entry.queue.remove(request)
-                waited = f"{entry.name} was not ready after {now - request.arrived:.1f} s of waiting"
-                self._refuse(
-                    request, DeadlineExceededError(waited, retry_after_s=self.estimate_s(entry.name))
-                )
+                wait_s = self.estimate_s(entry.name)
+                self._refuse(request, too_late(entry, request, now=now, wait_s=wait_s))
 
     def _refuse_unfit(self, step: Refuse) -> None:
         self._refuse_waiters(self._entries[step.target], lambda: self._unfit(step.target, step.verdict))
 
     def _unfit(self, name: str, verdict: Verdict) -> InsufficientMemoryError:
-        blame = "".join(
-            f"; {entry.name} is {entry.state} and may still hold memory: {entry.last_error}"
-            for entry in self._entries.values()
-            if entry.holds and entry.state in (_S.FAILED, _S.QUARANTINED)
-        )
-        return InsufficientMemoryError(
-            f"{name} cannot be awake: {verdict.arithmetic}{blame}", retry_after_s=self._policy.max_backoff_s
-        )
+        return unfit(name, verdict, self._entries.values(), self._policy)
 
     def _refuse_waiters(self, entry: Entry, error: Callable[[], HotrackError]) -> None:
         queue, entry.queue = entry.queue, []
