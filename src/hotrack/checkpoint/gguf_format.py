@@ -1,8 +1,7 @@
 """GGUF files as Hugging Face tensors: names mapped, blocks dequantised, llama's q/k row order undone.
 
 llama.cpp stores the q and k rows of Llama models with the two halves of a head interleaved (rotary pairs
-adjacent); hotrack rotates halves, as Hugging Face does, so rows are put back while reading. Block formats are
-decoded by the ``gguf`` package's reference in numpy, a block of rows at a time.
+adjacent); hotrack rotates halves, as Hugging Face does, so rows are put back while reading.
 """
 
 import re
@@ -11,10 +10,9 @@ from math import prod
 from pathlib import Path
 
 import torch
-from gguf import GGMLQuantizationType
-from gguf.quants import dequantize
 from torch import Tensor
 
+from hotrack.checkpoint.gguf_blocks import DECODERS, decode_reference
 from hotrack.checkpoint.safetensors_format import plain
 from hotrack.checkpoint.stored import Decode, StoredTensor, TensorFile
 from hotrack.core.errors import CheckpointError
@@ -102,7 +100,7 @@ def _stored(
     dtype = PLAIN.get(tensor.type)
     if dtype is None and len(shape) == 1:
         raise CheckpointError(f"{file.path}: vector {shorten(tensor.name)!r} is quantised ({tensor.type})")
-    decode = partial(_dequantize, tensor.type_id) if dtype is None else plain(dtype)
+    decode = plain(dtype) if dtype else DECODERS.get(tensor.type) or partial(decode_reference, tensor.type_id)
     # A row of dimension 0 may hold several stored rows (a stack of matrices) or be one element (a vector).
     row_bytes = tensor.nbytes * prod(shape[1:]) // prod(tensor.shape)
     return StoredTensor(
@@ -114,12 +112,6 @@ def _stored(
         decode=partial(_unpermute, decode, row_group) if row_group > 1 else decode,
         row_group=row_group,
     )
-
-
-def _dequantize(type_id: int, raw: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """float32 values of whole rows of blocks."""
-    rows = raw.numpy().reshape(shape[0], -1)
-    return torch.from_numpy(dequantize(rows, GGMLQuantizationType(type_id))).view(shape)
 
 
 def _unpermute(decode: Decode, head_dim: int, raw: Tensor, shape: tuple[int, ...]) -> Tensor:

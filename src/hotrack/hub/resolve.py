@@ -97,7 +97,7 @@ def _unknown(model: str) -> CheckpointError:
     hint = f"did you mean {near[0]!r}? " if near else ""
     demos = ", ".join(m.name for m in DEMO_MODELS)
     return CheckpointError(
-        f"unknown model {shorten(model, 200)!r}: {hint}A model is a folder, a .gguf file, a Hugging Face repository "
-        f"(owner/name) or a demo name ({demos})",
+        f"unknown model {shorten(model, 200)!r}: {hint}A model is a folder, a .gguf file, "
+        f"a Hugging Face repository (owner/name) or a demo name ({demos})",
         code="model_not_found",
     )

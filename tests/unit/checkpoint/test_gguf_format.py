@@ -8,6 +8,7 @@ from gguf import GGMLQuantizationType as QType
 
 from fakes.tiny_gguf import gguf_tensors, permute, write_tiny_gguf
 from hotrack.checkpoint import stored
+from hotrack.checkpoint.gguf_blocks import DECODERS, decode_q4_1, decode_q8_0, decode_reference
 from hotrack.checkpoint.load import load_weights
 from hotrack.checkpoint.open import open_checkpoint
 from hotrack.checkpoint.targets import LoadTarget, Source
@@ -65,7 +66,7 @@ def raw_gguf(path, qtype, rows, columns, seed=0):
         QType.Q3_K: (108,),
     }
     for at in scales.get(qtype, (0,)):
-        raw[..., at : at + 2] = np.frombuffer(np.float16(0.01).tobytes(), dtype=np.uint8)
+        raw[..., at : at + 2] = half(0.01)
     raw = raw.reshape(rows, -1)
     writer = gguf.GGUFWriter(path, "qwen3")
     for add in (writer.add_block_count, writer.add_head_count, writer.add_head_count_kv):
@@ -99,20 +100,32 @@ def test_block_formats_the_package_only_decodes(qtype, tmp_path):
 
 def test_q4_1_and_q8_0_by_their_definition():
     """Independent of the package: value = scale * nibble + minimum, value = scale * int8."""
-    from hotrack.checkpoint.gguf_format import _dequantize
-
-    block = np.zeros((1, 20), dtype=np.uint8)
-    block[0, :2] = np.frombuffer(np.float16(0.5).tobytes(), dtype=np.uint8)
-    block[0, 2:4] = np.frombuffer(np.float16(-1).tobytes(), dtype=np.uint8)
-    block[0, 4:] = np.arange(16) | (15 - np.arange(16)) << 4
-    values = _dequantize(QType.Q4_1, torch.from_numpy(block.reshape(-1)), (1, 32))[0]
+    block = np.zeros(20, dtype=np.uint8)
+    block[:2] = half(0.5)
+    block[2:4] = half(-1)
+    block[4:] = np.arange(16) | (15 - np.arange(16)) << 4
     low = torch.arange(16) * 0.5 - 1
-    assert torch.equal(values, torch.cat([low, low.flip(0)]))
-    block = np.zeros((1, 34), dtype=np.uint8)
-    block[0, :2] = np.frombuffer(np.float16(0.25).tobytes(), dtype=np.uint8)
-    block[0, 2:] = np.arange(-16, 16).astype(np.int8).view(np.uint8)
-    values = _dequantize(QType.Q8_0, torch.from_numpy(block.reshape(-1)), (1, 32))[0]
-    assert torch.equal(values, torch.arange(-16, 16) * 0.25)
+    assert torch.equal(decode_q4_1(torch.from_numpy(block), (1, 32))[0], torch.cat([low, low.flip(0)]))
+    block = np.zeros(34, dtype=np.uint8)
+    block[:2] = half(0.25)
+    block[2:] = np.arange(-16, 16).astype(np.int8).view(np.uint8)
+    assert torch.equal(decode_q8_0(torch.from_numpy(block), (1, 32))[0], torch.arange(-16, 16) * 0.25)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_fast_decoders_give_the_bits_of_the_package(name):
+    """Random bytes, every scale: subnormal, infinite and NaN included."""
+    qtype = QType[name]
+    _, size = gguf.GGML_QUANT_SIZES[qtype]
+    raw = np.random.default_rng(0).integers(0, 256, (64, 33 * size), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        expected = decode_reference(qtype, torch.from_numpy(raw.reshape(-1)), (64, 33 * 32))
+    result = DECODERS[name](torch.from_numpy(raw.reshape(-1)), (64, 33 * 32))
+    assert torch.equal(result.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+def half(value: float) -> np.ndarray:
+    return np.frombuffer(np.float16(value).tobytes(), dtype=np.uint8)
 
 
 def test_our_sizes_are_the_package_s():
