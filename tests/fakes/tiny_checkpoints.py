@@ -2,8 +2,8 @@
 
 ``write_tiny(folder, "qwen3_moe", seed=0)`` gives a folder that transformers, hotrack and others load:
 config.json, safetensors (one file, or shards with an index), a byte-level tokenizer with a chat template,
-generation_config.json. Values are scaled so that logits have a standard deviation of about 1 (parity on nearly
-constant logits proves nothing) and norms differ from 1 (so a forgotten norm weight shows).
+generation_config.json. Values are scaled so that logits have a standard deviation of about 1 (parity on
+nearly constant logits proves nothing) and norms differ from 1 (so a forgotten norm weight shows).
 """
 
 import json

