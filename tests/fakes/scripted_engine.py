@@ -1,4 +1,4 @@
-"""An engine that emits the tokens it was told to, one per turn of the event loop; and a byte-level tokenizer."""
+"""An engine that emits the tokens it was told to, one per turn of the loop; and a byte-level tokenizer."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ def say(text: str, *, then_eos: bool = True) -> Callable[[EngineRequest], list[i
 
 
 class ScriptedEngine:
-    """``script(request)`` is what the model would say; max_tokens, EOS and stop tokens end it as in the engine.
+    """``script(request)`` is what the model would say; max_tokens, EOS and stop tokens end it as usual.
 
     ``paused``: nothing is emitted until ``resume()``. ``refuse``: the next control raises this error.
     """

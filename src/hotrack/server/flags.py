@@ -95,7 +95,7 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
         "--generation-config", metavar="auto|vllm", help="auto: the model's own sampling defaults"
     )
     group.add_argument(
-        "--max-body-bytes", type=parse_bytes, metavar="SIZE", help="largest request body (default 8MiB)"
+        "--max-body-bytes", type=_size, metavar="SIZE", help="largest request body (default 8MiB)"
     )
     group.add_argument(
         "--drain-timeout", type=float, dest="drain_timeout_s", metavar="SECONDS", help="default 30"
@@ -113,7 +113,7 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--tensor-parallel-size", "-tp", type=int, metavar="N")
     group.add_argument(
         "--max-model-len",
-        type=parse_bytes,
+        type=_size,
         metavar="N",
         help="prompt plus completion, in tokens; '32k' works",
     )
@@ -123,13 +123,20 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
         "--gpu-memory-utilization", type=float, metavar="SHARE", help="share of the device's memory"
     )
     group.add_argument(
-        "--kv-cache-memory-bytes", type=parse_bytes, metavar="SIZE", help="for example 512MiB or 4GiB"
+        "--kv-cache-memory-bytes", type=_size, metavar="SIZE", help="for example 512MiB or 4GiB"
     )
     group.add_argument("--block-size", type=int, metavar="N", help="tokens in one KV block")
     group.add_argument("--seed", type=int, metavar="N")
     group.add_argument("--num-threads", type=int, metavar="N", help="CPU threads of one rank")
     group.add_argument("--enable-prefix-caching", action=toggle)
     group.add_argument("--enable-sleep-mode", action=toggle)
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(error.message) from None  # argparse adds the flag's name
 
 
 def _dashes(arg: str) -> str:

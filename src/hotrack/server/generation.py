@@ -114,8 +114,9 @@ class Generation:
             job, output = item
             if job.state.finished:
                 continue  # tokens the engine had in flight when a stop string matched
+            counted = job.state.num_tokens
             delta = job.state.feed(output)
-            self._count(job, delta, now)
+            self._count(job, job.state.num_tokens - counted, now)
             if job.state.finished:
                 self._finish(job, delta, now)
             if not delta.empty:
@@ -131,13 +132,13 @@ class Generation:
         self._metrics.output_length.observe(job.state.num_tokens)
         self._metrics.e2e.observe(now - self._started)
 
-    def _count(self, job: Job, delta: Delta, now: float) -> None:
-        if not delta.token_ids:
+    def _count(self, job: Job, num_tokens: int, now: float) -> None:
+        if not num_tokens:
             return
         before = self._last.get(job.index)
         if before is None:
             self._metrics.first_token.observe(now - self._started)
         else:
-            self._metrics.token_gap.observe((now - before) / len(delta.token_ids))
+            self._metrics.token_gap.observe((now - before) / num_tokens)
         self._last[job.index] = now
-        self._metrics.generation_tokens.inc(len(delta.token_ids))
+        self._metrics.generation_tokens.inc(num_tokens)

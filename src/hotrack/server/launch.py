@@ -4,7 +4,7 @@ import asyncio
 import signal
 import socket
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
@@ -17,7 +17,7 @@ from hotrack.config.engine import EngineConfig
 from hotrack.config.server import ServerConfig
 from hotrack.core.errors import ConfigError, DrainTimeoutError, EngineDeadError
 from hotrack.engine.client import EngineClient
-from hotrack.hub import ResolvedModel, resolve
+from hotrack.hub import resolve
 from hotrack.obs.log import get_logger, setup_logging
 from hotrack.obs.member_metrics import MemberMetrics
 from hotrack.server import listen
@@ -38,7 +38,15 @@ _ANSWER_TIMEOUT_S = 5.0
 
 
 class _Uvicorn(uvicorn.Server):
-    """Signals are handled here, not there: a drain comes before the shutdown."""
+    """Signals are handled here, not there: a drain comes before the shutdown. ``listening``: it has begun."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -57,48 +65,45 @@ async def run(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, _on_signal, stop, hurry)
     sock = listen.bind(server_config)
-    client: EngineClient | None = None
-    template: ChatTemplate | None = None
-    try:
+    death: asyncio.Future[EngineDeadError] = asyncio.get_running_loop().create_future()
+    async with AsyncExitStack() as stack:
+        stack.callback(listen.close, sock, server_config)
         with LoadingBar() as bar:
-            resolved = await asyncio.to_thread(
-                resolve, engine_config.model, progress=lambda done, total: bar.update("download", done, total)
-            )
-            engine_config = replace(engine_config, model=str(resolved.path))
-            death: asyncio.Future[EngineDeadError] = asyncio.get_running_loop().create_future()
-            client = EngineClient(engine_config, on_death=death.set_result)
-            member = await _unless(stop, _load(client, bar, resolved, engine_config, server_config))
+            loading = _load(engine_config, server_config, bar, death, stack)
+            member = await _unless(stop, loading)
         if member is None:
             return 0
-        template = member.template
         return await _serve(member, death, sock, (stop, hurry), started)
-    finally:
-        if client is not None:
-            await client.close()
-        if template is not None:
-            await template.close()
-        listen.close(sock, server_config)
 
 
 async def _load(
-    client: EngineClient,
-    bar: LoadingBar,
-    resolved: ResolvedModel,
     engine_config: EngineConfig,
     config: ServerConfig,
+    bar: LoadingBar,
+    death: asyncio.Future[EngineDeadError],
+    stack: AsyncExitStack,
 ) -> Member:
+    """Everything between the command line and the first request; ``stack`` takes what must be closed."""
+    own_template = _read_template(config.chat_template)  # before the weights: a wrong path shows at once
+    resolved = await asyncio.to_thread(
+        resolve, engine_config.model, progress=lambda done, total: bar.update("download", done, total)
+    )
     names = config.served_model_names or (resolved.name,)
     setup_logging(names[0], config.log_level)
-    tokenizer_task = asyncio.create_task(asyncio.to_thread(load_tokenizer, resolved))
+    engine_config = replace(engine_config, model=str(resolved.path), served_model_name=names[0])
+    assets_task = asyncio.create_task(asyncio.to_thread(load_tokenizer, resolved))
+    client = EngineClient(engine_config, on_death=death.set_result)
     try:
         info = (await client.start(bar.update)).info
     except BaseException:
-        tokenizer_task.cancel()
+        assets_task.cancel()
         raise
-    assets = await tokenizer_task
+    stack.push_async_callback(client.close)
+    assets = await assets_task
     template = ChatTemplate(
-        _template_source(assets, config), _special_tokens(assets), timeout_s=config.template_timeout_s
+        own_template or assets.chat_template, _special_tokens(assets), timeout_s=config.template_timeout_s
     )
+    stack.push_async_callback(template.close)
     await template.start()
     metrics = MemberMetrics(names[0])
     return Member(
@@ -111,20 +116,20 @@ async def _load(
         residency=Residency(client, metrics, sleep_enabled=engine_config.enable_sleep_mode),
         metrics=metrics,
         eos_token_ids=assets.eos_token_ids,
-        sampling_defaults=model_defaults(assets.generation_defaults)
-        if config.generation_config == "auto"
-        else {},
+        sampling_defaults=(
+            model_defaults(assets.generation_defaults) if config.generation_config == "auto" else {}
+        ),
     )
 
 
-def _template_source(assets: TokenizerAssets, config: ServerConfig) -> str | None:
-    if config.chat_template is None:
-        return assets.chat_template
+def _read_template(path: str | None) -> str | None:
+    if path is None:
+        return None
     try:
-        with Path(config.chat_template).open(encoding="utf-8") as file:
+        with Path(path).open(encoding="utf-8") as file:
             return file.read(MAX_TEMPLATE_CHARS + 1)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--chat-template {config.chat_template}: {error}") from None
+        raise ConfigError(f"--chat-template {path}: {error}") from None
 
 
 def _special_tokens(assets: TokenizerAssets) -> dict[str, str]:
@@ -153,6 +158,7 @@ async def _serve(
     )
     server = _Uvicorn(options)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
+    await server.listening.wait()
     log.info("%s ready at %s in %.1f s", member.names[0], listen.describe(sock), monotonic() - started)
     stopping = asyncio.create_task(stop.wait())
     first: set[asyncio.Future[Any]] = {serving, death, stopping}

@@ -13,8 +13,10 @@ from hotrack.server.stopping import StopMatcher
 
 @dataclass(slots=True)
 class Delta:
-    """What a client may see since the last delta. ``token_logprobs`` are about ``token_ids``, one each, when
-    asked for."""
+    """What a client may see since the last delta that was not empty.
+
+    ``token_ids``: all tokens since then. ``token_logprobs``: one for each of them, when asked for.
+    """
 
     text: str
     token_ids: list[int]
@@ -39,6 +41,7 @@ class SequenceState:
         self._min_tokens = sampling.min_tokens
         self._stop_token_ids = frozenset(sampling.stop_token_ids)
         self._include_stop = sampling.include_stop_str_in_output
+        self._unshown: list[int] = []
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
@@ -58,6 +61,7 @@ class SequenceState:
         tokens = unpack_tokens(output.tokens).tolist()
         delta = Delta("", tokens, list(output.logprobs or ()))
         delta.text = self._read(tokens, output.stop_token_id)
+        del delta.token_logprobs[len(tokens) :]
         if self._stops.matched is not None:
             self._finish(delta, FinishReason.STOP, self._stops.matched)
             self.stopped_here = output.finish_reason is None
@@ -69,6 +73,9 @@ class SequenceState:
                 # vLLM's word: an end-of-sequence token is no "reason", a requested stop token is.
                 asked = output.stop_token_id in self._stop_token_ids
                 self._finish(delta, output.finish_reason, output.stop_token_id if asked else None)
+        self._unshown += tokens
+        if not delta.empty:
+            delta.token_ids, self._unshown = self._unshown, []
         return delta
 
     def _read(self, tokens: list[int], stop_token_id: int | None) -> str:
@@ -92,7 +99,6 @@ class SequenceState:
 
     def _finish(self, delta: Delta, reason: FinishReason, stop: int | str | None) -> None:
         self.finished = True
-        del delta.token_logprobs[len(delta.token_ids) :]
         delta.finish_reason, delta.stop_reason = reason, stop
 
 
