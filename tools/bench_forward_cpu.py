@@ -2,7 +2,8 @@
 
     python tools/bench_forward_cpu.py FOLDER [--dtype bfloat16] [--threads 2] [--profile]
 
-No scheduler, sampler or server takes part. Every decode step runs ``batch`` sequences of ``context`` cached tokens.
+No scheduler, sampler or server takes part. Every decode step runs ``batch`` sequences of ``context``
+cached tokens.
 """
 
 import argparse
@@ -19,7 +20,6 @@ from torch import Tensor
 
 from hotrack.distributed.tensor_parallel import TensorParallel
 from hotrack.kernels.base import Ops
-from hotrack.kernels.reference.linear import LinearKernel
 from hotrack.kvcache.spec import group_layers
 from hotrack.kvcache.tensors import KVTensors
 from hotrack.layers.batch import ForwardBatch, GroupTables
@@ -89,13 +89,13 @@ class Profile:
 
     def __init__(self, model: CausalLM) -> None:
         self.spent: dict[str, float] = defaultdict(float)
-        for name in ("rms_norm", "rope_tables", "apply_rope", "plan_attention", "write_kv", "paged_attention"):
+        for name in ("rope_tables", "apply_rope", "plan_attention", "write_kv", "paged_attention"):
             self._wrap(model.ops, name, name)
         for name in ("softmax_topk", "moe_experts"):
             self._wrap(model.ops, name, name)
         for layer in model.modules():
             kernel = getattr(layer, "kernel", None)
-            if isinstance(kernel, LinearKernel):
+            if kernel is not None:
                 layer.kernel = TimedKernel(kernel, self.spent, type(layer).__name__)  # type: ignore[assignment]
 
     def _wrap(self, ops: Ops, name: str, label: str) -> None:
@@ -111,7 +111,7 @@ class Profile:
 
 
 class TimedKernel:
-    def __init__(self, kernel: LinearKernel, spent: dict[str, float], label: str) -> None:
+    def __init__(self, kernel: Any, spent: dict[str, float], label: str) -> None:
         self.kernel, self.spent, self.label = kernel, spent, label
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -128,13 +128,17 @@ class TimedKernel:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--num-blocks", type=int, default=1200)
-    parser.add_argument("--profile", action="store_true", help="time per kernel (adds about 1 us to each call)")
+    parser.add_argument(
+        "--profile", action="store_true", help="time per kernel (adds about 1 us to each call)"
+    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     dtype = getattr(torch, args.dtype)
@@ -162,7 +166,8 @@ def main() -> None:
         median = statistics.median(times)
         rate = batch * new / median * 1e3
         print(
-            f"{kind:8} batch {batch:3} context {context:5} new {new:5}: median {median:8.2f} ms  best {times[0]:8.2f} ms  {rate:8.1f} tok/s",
+            f"{kind:8} batch {batch:3} context {context:5} new {new:5}: "
+            f"median {median:8.2f} ms  best {times[0]:8.2f} ms  {rate:8.1f} tok/s",
             flush=True,
         )
         if profile:

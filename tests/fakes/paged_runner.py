@@ -47,7 +47,8 @@ class SequenceState:
 
 
 class PagedRunner:
-    """Owns a cache; ``step`` runs any mix of decodes and chunks. Blocks are handed out in a scrambled order."""
+    """Owns a cache; ``step`` runs any mix of decodes and chunks. Blocks are handed out in a scrambled
+    order."""
 
     def __init__(self, model: CausalLM, num_blocks: int = 256, block_size: int = 16) -> None:
         self.model = model
@@ -76,7 +77,9 @@ class PagedRunner:
             lens.append(len(ids))
             seq.computed = end
         width = max(len(seq.blocks) for seq, _ in work)
-        tables = torch.tensor([seq.blocks + [0] * (width - len(seq.blocks)) for seq, _ in work], dtype=torch.int32)
+        tables = torch.tensor(
+            [seq.blocks + [0] * (width - len(seq.blocks)) for seq, _ in work], dtype=torch.int32
+        )
         starts = torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=torch.int32)
         ids = torch.cat([ids for _, ids in work])
         return ForwardBatch(

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from fakes.paged_runner import PagedRunner, SequenceState, load_model
 from torch import Tensor
 
+from fakes.paged_runner import PagedRunner, SequenceState, load_model
 from hotrack.kernels.cpu_ops import attention
 from hotrack.models import CausalLM
 from hotrack.modelspec.parse import parse_config
@@ -29,17 +29,24 @@ class Reference:
 def _config(family: str):
     from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
-    common = dict(vocab_size=512, num_hidden_layers=4, max_position_embeddings=1024)
+    common = {"vocab_size": 512, "num_hidden_layers": 4, "max_position_embeddings": 1024}
     if family == "llama":
         return LlamaConfig(
             **common, hidden_size=192, intermediate_size=512, num_attention_heads=3, num_key_value_heads=1,
             rope_theta=1e5, tie_word_embeddings=True, rms_norm_eps=1e-5,
         )  # fmt: skip
-    common |= dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32, rope_theta=1e6)
+    common |= {
+        "hidden_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "rope_theta": 1e6,
+    }
     if family == "qwen3":
         return Qwen3Config(**common, intermediate_size=256)
     return Qwen3MoeConfig(
-        **common, intermediate_size=256, moe_intermediate_size=64, num_experts_per_tok=2, num_experts=8, norm_topk_prob=True
+        **common, intermediate_size=256, moe_intermediate_size=64, num_experts_per_tok=2, num_experts=8,
+        norm_topk_prob=True,
     )  # fmt: skip
 
 
@@ -85,7 +92,7 @@ def references() -> dict[str, Reference]:
 def ref(request: pytest.FixtureRequest, references: dict[str, Reference]) -> Iterator[Reference]:
     reference = references[request.param]
     assert reference.logits.std() >= 0.5
-    yield reference
+    return reference
 
 
 def gap(ours: Tensor, theirs: Tensor) -> float:

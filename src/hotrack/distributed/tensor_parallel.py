@@ -1,4 +1,4 @@
-"""One rank's view of a tensor-parallel group. Passed in where it is needed; there is no process-wide state."""
+"""One rank's view of a tensor-parallel group. Passed in where needed; there is no process-wide state."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """``group`` is a torch process group of ``size`` ranks (None when size is 1: every collective is then a no-op)."""
+    """``group``: a torch process group of ``size`` ranks; None when size is 1 (collectives are then
+    no-ops)."""
 
     rank: int = 0
     size: int = 1

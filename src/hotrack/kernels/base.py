@@ -1,15 +1,41 @@
-"""The kernels a model may call, each in plain torch. A device's fast versions subclass this and override what they improve."""
+"""The kernels a model may call, each in plain torch.
+
+A device's fast versions subclass :class:`Ops` and override what they improve.
+"""
+
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from hotrack.kernels.paged import HeadShape, LayerKV, PagedBatch
-from hotrack.kernels.reference import attention, moe, norm, rope
+from hotrack.kernels.reference import attention, moe, rope
 from hotrack.kernels.reference.linear import GateUpKernel, LinearKernel
+from hotrack.kernels.reference.norm import NormKernel
+
+
+class Kernel(Protocol):
+    """A kernel bound to one weight, of which it may keep a copy in a faster layout."""
+
+    def pack(self) -> None:
+        """Make the copy; the weight must be resident."""
+        ...
+
+    def unpack(self) -> None:
+        """Free the copy."""
+        ...
+
+    def packed_bytes(self) -> int:
+        """Size of the copy."""
+        ...
+
+    def reads_weight(self) -> bool:
+        """False while the copy stands in for the weight, whose memory is then not read."""
+        ...
 
 
 class AttentionPlan:
-    """What one step needs in every layer of a cache group; made once per step by :meth:`Ops.plan_attention`."""
+    """What one step needs in every layer of a cache group, see :meth:`Ops.plan_attention`."""
 
     def __init__(self, batch: PagedBatch) -> None:
         self.batch = batch
@@ -18,21 +44,21 @@ class AttentionPlan:
 class Ops:
     """Reference kernels for any device."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [..., D], weight [D] -> [..., D]"""
-        return norm.rms_norm(x, weight, eps)
+    def rms_norm(self, weight: Tensor, eps: float) -> NormKernel:
+        """A callable ``x [..., D] -> [..., D]`` for one weight [D]."""
+        return NormKernel(weight, eps)
 
     def rope_tables(
         self, positions: Tensor, inv_freq: Tensor, scale: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """positions int64 [T], inv_freq [dim/2] -> cos, sin [T, 1, dim], see :func:`reference.rope.rope_tables`."""
+        """positions int64 [T], inv_freq [dim/2] -> cos, sin [T, 1, dim], see ``reference.rope``."""
         return rope.rope_tables(positions, inv_freq, scale, dtype)
 
     def apply_rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Rotates x [T, H, dim] in place."""
         x.copy_(rope.apply_rope(x, cos, sin))
 
-    def plan_attention(self, batch: PagedBatch, heads: HeadShape, dtype: torch.dtype) -> AttentionPlan:
+    def plan_attention(self, batch: PagedBatch, heads: HeadShape, dtype: torch.dtype) -> AttentionPlan:  # noqa: ARG002
         """Once per step and cache group: everything about addressing and masking that layers share."""
         return AttentionPlan(batch)
 

@@ -25,9 +25,9 @@ class LayerKV:
 
     k     [num_blocks, H, block_size, k_dim]
     v     [num_blocks, H, block_size, v_dim]
-    rows  [N, dim] and pages [N', block_size * dim]: the memory from this layer's first K element on, cut into vectors
-          (one token of one head) and pages (one block of one head). Row ``block * rows_per_block + x`` counts
-          x = [K|V] x head x offset. None when K and V differ in width or a packed row is no multiple of a page.
+    rows  [N, dim] and pages [N', block_size * dim]: the memory from this layer's first K element on, cut into
+          vectors (one token of one head) and pages (one block of one head), in the order block, [K|V], head.
+          None when K and V differ in width or a packed row is no multiple of a page.
     """
 
     k: Tensor

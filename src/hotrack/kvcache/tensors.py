@@ -12,8 +12,8 @@ from hotrack.kvcache.spec import CacheGroup
 class KVTensors:
     """The cache as layers see it.
 
-    ``storage[g]`` is group g's uint8 tensor [num_blocks, row_bytes]. All views share its memory, so they stay valid for as
-    long as that address range does.
+    ``storage[g]`` is group g's contiguous uint8 tensor [num_blocks, row_bytes]. All views share its
+    memory, so they stay valid for as long as that address range does.
     """
 
     def __init__(self, groups: Sequence[CacheGroup], storage: Sequence[Tensor], dtype: torch.dtype) -> None:

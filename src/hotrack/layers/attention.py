@@ -11,7 +11,8 @@ from hotrack.modelspec.spec import ModelSpec
 
 
 class Attention(Layer):
-    """Projections, optional per-head RMSNorm of q and k, rotary embedding, attention, output projection and residual."""
+    """Projections, optional RMSNorm of each q and k head, rotary embedding, attention, output and
+    residual."""
 
     def __init__(self, layer: int, spec: ModelSpec, build: Build) -> None:
         super().__init__(build)

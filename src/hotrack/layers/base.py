@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hotrack.distributed.tensor_parallel import TensorParallel
-from hotrack.kernels.base import Ops
-from hotrack.kernels.reference.linear import LinearKernel
+from hotrack.kernels.base import Kernel, Ops
 from hotrack.layers.shard import WHOLE, Shard
 
 
@@ -24,8 +24,8 @@ class Build:
 class Layer(nn.Module):
     """A module whose parameters are declared before they have memory.
 
-    Constructors run under ``torch.device("meta")``. Once the parameters are placed, :meth:`bind` makes what refers to
-    their memory.
+    Constructors run under ``torch.device("meta")``. Once the parameters are placed, :meth:`bind` makes
+    what refers to their memory.
     """
 
     def __init__(self, build: Build) -> None:
@@ -34,19 +34,23 @@ class Layer(nn.Module):
         self.tp = build.tp
         self.dtype = build.dtype
 
+    def __call__(self, *args: Any) -> Any:
+        """``forward`` without torch's hook machinery, which costs as much as a small kernel."""
+        return self.forward(*args)
+
     def declare(self, *shape: int) -> nn.Parameter:
         """A parameter of this shape and the model's dtype."""
         return nn.Parameter(torch.empty(shape, dtype=self.dtype), requires_grad=False)
 
-    def shards(self, name: str) -> tuple[Shard, ...]:
+    def shards(self, name: str) -> tuple[Shard, ...]:  # noqa: ARG002
         """What fills parameter ``name`` of this layer on this rank."""
         return WHOLE
 
     def bind(self) -> None:
         """Called once when every parameter has its memory."""
 
-    def kernels(self) -> Iterator[tuple[str, LinearKernel]]:
-        """(parameter name, kernel) of each matrix this layer multiplies by."""
+    def kernels(self) -> Iterator[tuple[str, Kernel]]:
+        """(parameter name, kernel) of each parameter that a kernel is bound to."""
         return iter(())
 
 

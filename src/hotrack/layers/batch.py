@@ -9,8 +9,8 @@ from torch import Tensor
 class GroupTables:
     """Addressing of one cache group in this step.
 
-    ``block_tables``: int32 [S, max_blocks]; unused entries are 0. ``slot_mapping``: int64 [T], block * block_size + offset for
-    every token of the step (where its K and V are written).
+    ``block_tables``: int32 [S, max_blocks]; unused entries are 0. ``slot_mapping``: int64 [T], block *
+    block_size + offset for every token of the step (where its K and V are written).
     """
 
     block_tables: Tensor
@@ -29,7 +29,8 @@ class ForwardBatch:
     groups          one GroupTables per cache group, in the order of ``group_layers``
     num_decodes     how many leading sequences have exactly one token
 
-    The ``*_list`` twins are the same numbers on the host, so a kernel that loops over sequences does not sync the device.
+    The ``*_list`` twins are the same numbers on the host, so a kernel that loops over sequences does not
+    sync the device.
     """
 
     input_ids: Tensor

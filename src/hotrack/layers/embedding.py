@@ -5,13 +5,14 @@ from collections.abc import Iterator
 import torch.nn.functional as F
 from torch import Tensor
 
-from hotrack.kernels.reference.linear import LinearKernel
+from hotrack.kernels.base import Kernel
 from hotrack.layers.base import Build, Layer
 from hotrack.layers.shard import Shard
 
 
 class VocabParallel(Layer):
-    """A [vocabulary, hidden] matrix of which each rank holds ``ceil(vocabulary / size)`` rows, the last ones unused."""
+    """A [vocabulary, hidden] matrix; each rank holds ``ceil(vocabulary / size)`` rows, the last ones
+    unused."""
 
     def __init__(self, vocab_size: int, hidden_size: int, build: Build) -> None:
         super().__init__(build)
@@ -21,7 +22,7 @@ class VocabParallel(Layer):
         self.last = min(self.first + self.local, vocab_size)
         self.weight = self.declare(self.local, hidden_size)
 
-    def shards(self, name: str) -> tuple[Shard, ...]:
+    def shards(self, name: str) -> tuple[Shard, ...]:  # noqa: ARG002
         return (Shard("", (slice(0, self.last - self.first),), (slice(self.first, self.last),)),)
 
 
@@ -46,7 +47,7 @@ class ParallelLMHead(VocabParallel):
     def bind(self) -> None:
         self.kernel = self.ops.linear(self.weight.data)
 
-    def kernels(self) -> Iterator[tuple[str, LinearKernel]]:
+    def kernels(self) -> Iterator[tuple[str, Kernel]]:
         yield "weight", self.kernel
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -4,14 +4,17 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from hotrack.kernels.base import Kernel
 from hotrack.kernels.paged import HeadShape
-from hotrack.kernels.reference.linear import LinearKernel
 from hotrack.layers.base import Build, Layer, bias_of
 from hotrack.layers.shard import WHOLE, Shard, divide, span
 
 
 class QKVParallelLinear(Layer):
-    """Query, key and value projections as one matrix, split by head. K/V heads are replicated when there are fewer than ranks."""
+    """Query, key and value projections as one matrix, split by head.
+
+    K/V heads are replicated when there are fewer of them than ranks.
+    """
 
     def __init__(
         self, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, bias: bool, build: Build
@@ -31,7 +34,7 @@ class QKVParallelLinear(Layer):
         self.weight = self.declare(rows, hidden_size)
         self.bias = self.declare(rows) if bias else None
 
-    def shards(self, name: str) -> tuple[Shard, ...]:
+    def shards(self, name: str) -> tuple[Shard, ...]:  # noqa: ARG002
         q, kv = self.heads.num_heads * self.heads.head_dim, self.heads.num_kv_heads * self.heads.head_dim
         return (
             Shard("q", (slice(0, q),), (span(self.tp.rank, q),)),
@@ -42,7 +45,7 @@ class QKVParallelLinear(Layer):
     def bind(self) -> None:
         self.kernel = self.ops.linear(self.weight.data, bias_of(self.bias))
 
-    def kernels(self) -> Iterator[tuple[str, LinearKernel]]:
+    def kernels(self) -> Iterator[tuple[str, Kernel]]:
         yield "weight", self.kernel
 
     def forward(self, x: Tensor) -> Tensor:
@@ -59,7 +62,7 @@ class GateUpParallelLinear(Layer):
         self.weight = self.declare(2 * self.local, hidden_size)
         self.bias = self.declare(2 * self.local) if bias else None
 
-    def shards(self, name: str) -> tuple[Shard, ...]:
+    def shards(self, name: str) -> tuple[Shard, ...]:  # noqa: ARG002
         select = (span(self.tp.rank, self.local),)
         return (
             Shard("gate", (slice(0, self.local),), select),
@@ -69,7 +72,7 @@ class GateUpParallelLinear(Layer):
     def bind(self) -> None:
         self.kernel = self.ops.gate_up(self.weight.data, bias_of(self.bias))
 
-    def kernels(self) -> Iterator[tuple[str, LinearKernel]]:
+    def kernels(self) -> Iterator[tuple[str, Kernel]]:
         yield "weight", self.kernel
 
     def forward(self, x: Tensor) -> Tensor:
@@ -96,7 +99,7 @@ class RowParallelLinear(Layer):
         bias = bias_of(self.bias) if self.tp.rank == 0 else None
         self.kernel = self.ops.linear(self.weight.data, bias)
 
-    def kernels(self) -> Iterator[tuple[str, LinearKernel]]:
+    def kernels(self) -> Iterator[tuple[str, Kernel]]:
         yield "weight", self.kernel
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:

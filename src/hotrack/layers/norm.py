@@ -1,7 +1,10 @@
 """RMSNorm."""
 
+from collections.abc import Iterator
+
 from torch import Tensor
 
+from hotrack.kernels.base import Kernel
 from hotrack.layers.base import Build, Layer
 
 
@@ -14,8 +17,11 @@ class RMSNorm(Layer):
         self.weight = self.declare(size)
 
     def bind(self) -> None:
-        self.scale = self.weight.data
+        self.kernel = self.ops.rms_norm(self.weight.data, self.eps)
+
+    def kernels(self) -> Iterator[tuple[str, Kernel]]:
+        yield "weight", self.kernel
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size] -> [..., size]"""
-        return self.ops.rms_norm(x, self.scale, self.eps)
+        return self.kernel(x)

@@ -7,7 +7,8 @@ from hotrack.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """``param[dest] = tensor[select]`` for the checkpoint tensor called ``part`` ('' when the parameter has only one).
+    """``param[dest] = tensor[select]`` for the checkpoint tensor ``part`` ('' when the parameter has only
+    one).
 
     ``()`` means all of it; an int in ``dest`` drops that dimension.
     """

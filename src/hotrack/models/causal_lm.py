@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hotrack.checkpoint.targets import LoadTarget, Source
 from hotrack.core.tensorspec import TensorSpec
-from hotrack.kernels.reference.linear import LinearKernel
+from hotrack.kernels.base import Kernel
 from hotrack.kvcache.spec import CacheSpec
 from hotrack.kvcache.tensors import KVTensors
 from hotrack.layers.base import Build, Layer
@@ -47,7 +47,7 @@ class CausalLM(Layer):
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: KVTensors) -> Tensor:
-        """T tokens -> hidden states after the final norm [T, D]; their K and V are in the cache afterwards."""
+        """T tokens -> hidden states after the final norm [T, D]; their K and V are cached afterwards."""
         cos, sin = self.rotary(batch.positions)
         plans = plan_groups(batch, kv, self.decoder_layers[0].self_attn.heads, self.ops)
         step = Step(cos, sin, plans, kv)
@@ -65,7 +65,7 @@ class CausalLM(Layer):
         """Per layer, what a token leaves in the cache of this rank."""
         return [layer.self_attn.cache_spec() for layer in self.decoder_layers]
 
-    # The life of the parameters: declared, placed, loaded, packed; then unpacked for sleep and packed after waking.
+    # The life of the parameters: declared, placed, loaded, packed; unpacked for sleep, packed after waking.
 
     def tensor_specs(self) -> list[TensorSpec]:
         """Every parameter in execution order; tied ones once."""
@@ -122,9 +122,12 @@ class CausalLM(Layer):
         return sum(kernel.packed_bytes() for _, kernel in self._kernels())
 
     def redundant_after_prepack(self) -> list[str]:
-        """Parameters that compute does not read while packed copies exist; their pages may be dropped until the next pack."""
-        packed = [name for name, kernel in self._kernels() if kernel.packed_bytes()]
-        return [name for name in packed if name != "embed_tokens.weight"]  # the embedding reads rows of it
+        """Parameters not read while packed copies exist; their pages may be dropped until the next pack."""
+        return [
+            name
+            for name, kernel in self._kernels()
+            if not kernel.reads_weight() and name != "embed_tokens.weight"  # the embedding reads rows of it
+        ]
 
     def record_expert_counts(self, enabled: bool) -> None:
         """Start from zero, or stop, counting how many tokens each expert of each sparse layer gets."""
@@ -143,7 +146,7 @@ class CausalLM(Layer):
     def _parts(self) -> Iterator[Layer]:
         return (module for module in self.modules() if isinstance(module, Layer) and module is not self)
 
-    def _kernels(self) -> Iterator[tuple[str, LinearKernel]]:
+    def _kernels(self) -> Iterator[tuple[str, Kernel]]:
         for name, module in self.named_modules():
             if isinstance(module, Layer):
                 for leaf, kernel in module.kernels():

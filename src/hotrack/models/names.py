@@ -1,7 +1,8 @@
 """Maps parameters to checkpoint tensors by a table of patterns.
 
-A table's key is a parameter name without its ``.weight`` / ``.bias`` suffix, followed by ``[part]`` when several checkpoint
-tensors fill it; the value is the checkpoint's name. Every ``*`` stands for one number (a layer, an expert), in order.
+A table's key is a parameter name without its ``.weight`` / ``.bias`` suffix, followed by ``[part]`` when
+several checkpoint tensors fill it; the value is the checkpoint's name. Every ``*`` stands for one number (a
+layer, an expert), in order.
 """
 
 import re
@@ -28,7 +29,8 @@ DECODER: dict[str, str] = {
 
 
 def checkpoint_name(table: NameTable, param: str, part: str) -> str:
-    """The checkpoint tensor for ``part`` ('' if it is the only one) of ``param``. KeyError names a missing entry."""
+    """The checkpoint tensor for ``part`` ('' if it is the only one) of ``param``; KeyError without an
+    entry."""
     stem, dot, suffix = param.rpartition(".")
     if suffix not in ("weight", "bias"):
         stem, dot, suffix = param, "", ""

@@ -22,7 +22,8 @@ MODELS: dict[str, type[CausalLM]] = {
 def build_model(
     spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, tp: TensorParallel, allocate: Allocate
 ) -> CausalLM:
-    """Declare the model's parameters, let ``allocate`` place them, and return the model (its weights still unset).
+    """Declare the model's parameters, let ``allocate`` place them, and return the model, its weights still
+    unset.
 
     Raises CheckpointError for an unknown family or an activation other than SiLU, ConfigError when the
     tensor-parallel size does not divide the model.

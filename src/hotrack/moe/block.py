@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from hotrack.kernels.reference.linear import LinearKernel
+from hotrack.kernels.base import Kernel
 from hotrack.layers.base import Build, Layer
 from hotrack.modelspec.spec import MoeSpec
 from hotrack.moe.dispatcher import Dispatcher, LocalDispatcher
@@ -23,7 +23,7 @@ class SoftmaxRouter(Layer):
     def bind(self) -> None:
         self.kernel = self.ops.linear(self.weight.data)
 
-    def kernels(self) -> Iterator[tuple[str, LinearKernel]]:
+    def kernels(self) -> Iterator[tuple[str, Kernel]]:
         yield "weight", self.kernel
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,7 +42,7 @@ class SparseMoE(Layer):
         self.counts: Tensor | None = None
 
     def record_counts(self, enabled: bool) -> None:
-        """Start from zero, or stop, counting how many tokens each expert gets (``counts``, int64 [num_experts])."""
+        """Start from zero, or stop, counting each expert's tokens (``counts``, int64 [num_experts])."""
         device = self.gate.weight.device
         self.counts = (
             torch.zeros(self.experts.num_experts, dtype=torch.int64, device=device) if enabled else None

@@ -28,7 +28,7 @@ class Dispatcher(Protocol):
 
 
 class LocalDispatcher:
-    """Every rank sees every token and holds a slice of every expert's channels: rows stay, partial sums are reduced."""
+    """Every rank sees every token and holds some channels of every expert: rows stay, sums are reduced."""
 
     def __init__(self, tp: TensorParallel) -> None:
         self.tp = tp

@@ -8,7 +8,7 @@ from hotrack.layers.shard import Shard, divide, span
 
 
 class Experts(Layer):
-    """``gate_up_proj`` [slots, 2 * I, D] and ``down_proj`` [slots, D, I]; expert e lives in slot ``slot_of[e]``.
+    """``gate_up_proj`` [slots, 2 * I, D], ``down_proj`` [slots, D, I]; expert e lives in slot ``slot_of[e]``.
 
     Nothing else knows where an expert is, so moving one is a copy of its slot and a write to the table.
     """

@@ -1,7 +1,7 @@
 """Paged attention on a CPU: gather each sequence's pages, then batched products.
 
-All index arithmetic and masks are made once per step (:class:`CpuAttentionPlan`). A page is one block of one head, so one
-``index_select`` over pages yields K and V as [2, B, H, L, d] without a transpose.
+All index arithmetic and masks are made once per step (:class:`CpuAttentionPlan`). A page is one block of
+one head, so one ``index_select`` over pages yields K and V as [2, B, H, L, d] without a transpose.
 """
 
 import math
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hotrack.kernels.base import AttentionPlan
-from hotrack.kernels.paged import HeadShape, LayerKV, PagedBatch
+from hotrack.kernels.paged import HeadShape, PagedBatch
 
 QUERY_BLOCK = 128  # queries per product in prefill; skips most of the half above the diagonal
 
@@ -56,10 +56,11 @@ class CpuAttentionPlan(AttentionPlan):
         self.value_rows = self.key_rows + H * size
         self.decodes = self._plan_decodes(dtype) if batch.num_decodes else None
         self.chunks = self._plan_chunks()
-        self.causal = causal_bias(QUERY_BLOCK, dtype) if self.chunks else None
+        self.causal = causal_bias(QUERY_BLOCK if self.chunks else 0, dtype)
 
     def _pages(self, tables: Tensor) -> Tensor:
-        """Block tables [B, n] -> page numbers [2 * B * H * n], in the order [K|V] x sequence x head x block."""
+        """Block tables [B, n] -> page numbers [2 * B * H * n], in the order [K|V] x sequence x head x
+        block."""
         batch, H, d = self.batch, self.heads.num_kv_heads, self.heads.head_dim
         first = tables.long() * (batch.block_stride // (batch.block_size * d))
         parts = torch.arange(2)[:, None, None, None] * H + self.head_ids[:, None]
@@ -112,7 +113,8 @@ def paged_attention(q: Tensor, pages: Tensor, plan: CpuAttentionPlan, scale: flo
 
 
 def _decode(q: Tensor, pages: Tensor, heads: HeadShape, group: Decodes, scale: float) -> Tensor:
-    """One query per sequence. The query heads of a K/V head become the rows of one product, so nothing is repeated."""
+    """One query per sequence. The query heads of a K/V head become the rows of one product, so nothing is
+    repeated."""
     H, d = heads.num_kv_heads, heads.head_dim
     B = len(q)
     kv = torch.index_select(pages, 0, group.pages).view(2, B, H, -1, d)
@@ -124,7 +126,9 @@ def _decode(q: Tensor, pages: Tensor, heads: HeadShape, group: Decodes, scale: f
     return out.reshape(B, heads.num_heads, d)
 
 
-def _prefill(q: Tensor, pages: Tensor, plan: CpuAttentionPlan, chunk: Chunk, scale: float, out: Tensor) -> None:
+def _prefill(
+    q: Tensor, pages: Tensor, plan: CpuAttentionPlan, chunk: Chunk, scale: float, out: Tensor
+) -> None:
     """q, out [Q, num_heads, d]. Blocks of queries against all keys up to the block's last position."""
     heads = plan.heads
     H, G, d = heads.num_kv_heads, heads.group_size, heads.head_dim

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from hotrack.kernels.reference.linear import GateUpKernel, LinearKernel
 
-# oneDNN packs for a row count, but on AVX-512 every hint gives the same blocked layout, fast from 1 to 512 rows.
+# oneDNN packs for a row count; on AVX-512 every hint gives the same blocked layout, fast from 1 row to 512.
 ROWS_HINT = 32
 
 _linear = torch.ops.mkldnn._linear_pointwise.default
@@ -46,6 +46,9 @@ class PackedLinear(LinearKernel):
     def packed_bytes(self) -> int:
         return 0 if self.packed is None else self.weight.nbytes
 
+    def reads_weight(self) -> bool:
+        return self.packed is None
+
 
 class PackedGateUp(GateUpKernel):
     """The activation and the product run inside the two matrix products."""
@@ -72,3 +75,6 @@ class PackedGateUp(GateUpKernel):
 
     def packed_bytes(self) -> int:
         return 0 if self.packed is None else self.weight.nbytes
+
+    def reads_weight(self) -> bool:
+        return self.packed is None

@@ -1,22 +1,23 @@
 """The CPU's versions of the kernels."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hotrack.kernels.base import AttentionPlan, Ops
 from hotrack.kernels.cpu_ops import attention
 from hotrack.kernels.cpu_ops.attention import CpuAttentionPlan
 from hotrack.kernels.cpu_ops.linear import PackedGateUp, PackedLinear
+from hotrack.kernels.cpu_ops.norm import DoubledNorm
 from hotrack.kernels.paged import HeadShape, LayerKV, PagedBatch
 from hotrack.kernels.reference.linear import LinearKernel
+from hotrack.kernels.reference.norm import NormKernel
 
 
 class CpuOps(Ops):
     """Few, large torch calls: at one token a call costs as much as its work."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, eps)
+    def rms_norm(self, weight: Tensor, eps: float) -> NormKernel:
+        return DoubledNorm(weight, eps)
 
     def apply_rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
         torch.addcmul(x * cos, torch.roll(x, x.shape[-1] // 2, -1), sin, out=x)

@@ -18,15 +18,18 @@ def paged_attention(
 ) -> Tensor:
     """Causal grouped-query attention of new tokens over everything cached so far, themselves included.
 
-    q [T, num_heads, k_dim] -> [T, num_heads, v_dim]. Query i of a sequence sits at position ``seq_len - query_len + i`` and
-    sees keys up to its own position, the last ``window`` of them if given. Query heads ``g*n .. g*n+n-1`` share K/V head g.
+    q [T, num_heads, k_dim] -> [T, num_heads, v_dim]. Query i of a sequence sits at position
+    ``seq_len - query_len + i`` and sees keys up to its own position, the last ``window`` of them if given.
+    Query heads ``g*n .. g*n+n-1`` share K/V head g.
     """
     outputs, start = [], 0
     for table, query_len, seq_len in zip(batch.block_tables, batch.query_lens, batch.seq_lens, strict=True):
         blocks = table[: -(-seq_len // kv.block_size)].long()
         k = kv.k[blocks].transpose(1, 2).flatten(0, 1)[:seq_len].float()  # [L, H, k_dim]
         v = kv.v[blocks].transpose(1, 2).flatten(0, 1)[:seq_len].float()  # [L, H, v_dim]
-        queries = q[start : start + query_len].float().unflatten(1, (k.shape[1], -1))  # [Q, H, G, k_dim]
+        queries = (
+            q[start : start + query_len].float().view(query_len, k.shape[1], -1, q.shape[2])
+        )  # [Q, H, G, k_dim]
         scores = torch.einsum("qhgd,lhd->hgql", queries, k) * scale
         query_pos = torch.arange(seq_len - query_len, seq_len, device=q.device)[:, None]
         key_pos = torch.arange(seq_len, device=q.device)

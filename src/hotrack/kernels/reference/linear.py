@@ -11,7 +11,8 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 class LinearKernel:
-    """``x @ weight.T + bias``; weight [N, K]. ``pack`` may build a private copy in a faster layout, ``unpack`` frees it."""
+    """``x @ weight.T + bias``; weight [N, K]. ``pack`` may make a copy in a faster layout, ``unpack``
+    frees it."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight = weight
@@ -32,8 +33,12 @@ class LinearKernel:
         """Undo ``pack``."""
 
     def packed_bytes(self) -> int:
-        """Bytes of the private copy; when positive, ``weight`` itself is not read any more."""
+        """Bytes of the private copy."""
         return 0
+
+    def reads_weight(self) -> bool:
+        """False while the private copy stands in for ``weight``."""
+        return True
 
 
 class GateUpKernel(LinearKernel):

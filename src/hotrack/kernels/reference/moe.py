@@ -21,8 +21,8 @@ def softmax_topk(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor,
 def moe_experts(x: Tensor, gate_up: Tensor, down: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
     """Weighted sum of each token's experts.
 
-    x [T, D], gate_up [slots, 2 * I, D], down [slots, D, I]; slots int64 [T, k] index the two stacks, weights float32 [T, k]
-    -> [T, D]. Sums in float32.
+    x [T, D], gate_up [slots, 2 * I, D], down [slots, D, I]; slots int64 [T, k] index the two stacks, weights
+    float32 [T, k] -> [T, D]. Sums in float32.
     """
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for slot in torch.unique(slots).tolist():

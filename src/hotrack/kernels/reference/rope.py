@@ -9,8 +9,8 @@ def rope_tables(
 ) -> tuple[Tensor, Tensor]:
     """positions int64 [T], inv_freq float32 [dim/2] -> cos, sin [T, 1, dim].
 
-    The first half of ``sin`` is negated, so that rotating is ``x * cos + roll(x, dim / 2) * sin``. ``scale`` multiplies both
-    (YaRN's attention factor).
+    The first half of ``sin`` is negated, so that rotating is ``x * cos + roll(x, dim / 2) * sin``. ``scale``
+    multiplies both (YaRN's attention factor).
     """
     angles = positions.float()[:, None] * inv_freq  # [T, dim/2]
     cos, sin = angles.cos() * scale, angles.sin() * scale
