@@ -76,10 +76,10 @@ class _Demo:
         say, start = self._console.print, time.monotonic()
         names = [model.name for model in models]
         say(f"[bold]hotrack demo[/]: {names[0]} and {names[1]} share a budget that holds one of them awake\n")
-        references = {model.name: self._reference(model) for model in models}
+        references = self._references(models)
         budget = script.choose_budget(references)
         say(f"\nbudget for both: [bold]{budget / script.MIB:.0f} MiB[/]")
-        pool_file = self._write_pool_file(script.pool_file((models[0], models[1]), MAX_MODEL_LEN, budget))
+        pool_file = self._write_pool_file(script.pool_file(models, references, MAX_MODEL_LEN, budget))
         outcome = script.Outcome(budget, references, [], [])
         with ExitStack() as stack:
             api = self._start(pool_file, stack)
@@ -102,28 +102,26 @@ class _Demo:
 
             return stack.enter_context(gateway(pool_file, self._folder, progress))
 
-    def _reference(self, model: "DemoModel") -> "Reference":
-        """Start the engine alone, ask before it ever sleeps, then measure one sleep; end it."""
-        from hotrack.cli.demo_processes import engine
-        from hotrack.cli.demo_script import MIB, Reference, ask
-        from hotrack.members.probe import tree_bytes
+    def _references(self, models: tuple["DemoModel", ...]) -> dict[str, "Reference"]:
+        """What each engine alone answers, before it ever slept; and what it holds."""
+        from concurrent.futures import ThreadPoolExecutor
 
-        flags = ["--max-model-len", str(MAX_MODEL_LEN), "--kv-cache-memory-bytes", model.kv_cache]
+        from hotrack.cli.demo_processes import reference
+        from hotrack.cli.demo_script import MIB
+
+        names = " and ".join(model.name for model in models)
         with (
-            self._console.status(f"{model.name}: answering alone, before it ever sleeps"),
-            engine(model.name, model.model, flags, self._folder) as (api, pid),
+            self._console.status(f"{names} answer alone, before they ever sleep"),
+            ThreadPoolExecutor() as pool,
         ):
-            answers = []
-            for question in model.questions:
-                answers.append(ask(api, model.name, question, stream=False, echo=_ignore))
-                api.post("/reset_prefix_cache")  # in the pool each question comes after a wake, caches empty
-            awake = tree_bytes(pid) or 0
-            api.post("/sleep")
-            asleep = tree_bytes(pid) or 0
-        self._console.print(
-            f"{model.name} alone: {awake / MIB:.0f} MiB resident awake, {asleep / MIB:.0f} MiB asleep"
-        )
-        return Reference(tuple(answers), awake, asleep)
+            found = list(pool.map(lambda model: reference(model, MAX_MODEL_LEN, self._folder), models))
+        for model, facts in zip(models, found, strict=True):
+            sizes = (facts.resident_bytes, facts.awake_bytes, facts.asleep_bytes)
+            resident, awake, asleep = (f"{size / MIB:.0f} MiB" for size in sizes)
+            self._console.print(
+                f"{model.name} alone: {resident} resident awake, at most {awake}; {asleep} asleep"
+            )
+        return {model.name: facts for model, facts in zip(models, found, strict=True)}
 
     def _write_pool_file(self, content: dict[str, Any]) -> Path:
         import yaml
@@ -135,18 +133,17 @@ class _Demo:
     def _ask(self, api: "Api", outcome: "Outcome", models: tuple["DemoModel", ...]) -> None:
         from hotrack.cli.demo_script import ask
 
-        for turn in range(2):
-            for index, model in enumerate(models):
-                stream = turn == 1 and index == 0
-                kind = " (streaming)" if stream else ""
-                self._console.print(f"\n[bold]{model.name}[/]{kind} <- {model.questions[turn]}")
-                outcome.answers.append(
-                    ask(api, model.name, model.questions[turn], stream=stream, echo=self._echo)
-                )
-                self._console.print()
+        for number, (turn, model) in enumerate((turn, model) for turn in range(2) for model in models):
+            stream = number != 1  # one in one piece, the others as they are generated
+            kind = "" if stream else " (not streaming)"
+            self._console.print(f"\n[bold]{model.name}[/]{kind} <- {model.questions[turn]}")
+            answer = ask(api, model.name, model.questions[turn], stream=stream, echo=self._echo)
+            outcome.answers.append(answer)
+            self._console.print()
 
     def _echo(self, piece: str) -> None:
-        self._console.print(piece, end="", markup=False)
+        shown = "".join(c if c.isprintable() or c == "\n" else "." for c in piece)
+        self._console.print(shown, end="", markup=False)
         self._console.file.flush()
 
     def _report(self, outcome: "Outcome", seconds: float) -> None:
@@ -178,9 +175,6 @@ class _Demo:
             self._console.print("stopping")
 
 
-def _ignore(_piece: str) -> None: ...
-
-
 def _finished_swaps(api: "Api") -> list[dict[str, Any]]:
     """Swaps that requests caused. The last one's first-token time is noted just after its answer."""
     swaps: list[dict[str, Any]] = api.get("/api/pool/swaps")["swaps"]
@@ -193,20 +187,28 @@ def _table(outcome: "Outcome") -> Any:
     from hotrack.cli.demo_script import identical
     from hotrack.cli.ps_cmd import milliseconds
 
-    table = Table(title="swaps (milliseconds; resident memory in MiB)", title_justify="left")
-    right = ("drain", "sleep", "wake", "verify", "first token")
-    for name in ("swap", "from -> to", *right, "put to sleep", "woken", "tokens identical"):
-        table.add_column(name, justify="right" if name in right else "left")
+    table = Table(
+        box=None,  # it has to fit 80 columns
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        title="swaps: milliseconds, and resident MiB before->after",
+        title_justify="left",
+    )
+    phases = ("drain", "sleep", "wake", "verify", "first_token")
+    for name in ("#", "from -> to", "drain", "sleep", "wake", "verify", "token", "slept", "woken", "same"):
+        wide = name in ("from -> to", "slept", "woken")
+        table.add_column(name, justify="left" if wide else "right", no_wrap=True)
     for number, (swap, answer) in enumerate(zip(outcome.swaps, outcome.answers, strict=False), 1):
-        phases = (swap[f"{phase}_ms"] for phase in ("drain", "sleep", "wake", "verify", "first_token"))
         table.add_row(
             str(number),
             f"{', '.join(swap['from']) or 'nobody'} -> {swap['to']}",
-            *(milliseconds(value) for value in phases),
+            *(milliseconds(swap[f"{phase}_ms"]) for phase in phases),
             _change(swap, "victim"),
             _change(swap, "target"),
             "yes" if identical(outcome, answer) else "NO",
         )
+    table.caption = "token: ready to first byte (2: to the whole answer); same: tokens as never slept"
+    table.caption_justify = "left"
     return table
 
 
@@ -214,4 +216,4 @@ def _change(swap: dict[str, Any], who: str) -> str:
     from hotrack.cli.demo_script import MIB
 
     before, after = swap[f"{who}_bytes_before"], swap[f"{who}_bytes_after"]
-    return "-" if before is None or after is None else f"{before / MIB:.0f} -> {after / MIB:.0f}"
+    return "-" if before is None or after is None else f"{before / MIB:.0f}->{after / MIB:.0f}"

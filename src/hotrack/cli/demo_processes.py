@@ -11,8 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hotrack.cli.demo_script import DemoModel, Reference, ask
 from hotrack.cli.http import Api, ServerError
+from hotrack.config.units import parse_size
 from hotrack.core.errors import HotrackError
+from hotrack.members.probe import tree_bytes
 from hotrack.members.process import die_with_parent, free_port
 
 START_TIMEOUT_S = 180.0
@@ -90,6 +93,24 @@ def engine(name: str, model: str, flags: Sequence[str], folder: Path) -> Iterato
         api = Api(f"http://127.0.0.1:{port}")
         running.wait_for(lambda: _answers(api, "/health"), "ready")
         yield api, running.process.pid
+
+
+def reference(model: DemoModel, max_model_len: int, folder: Path) -> Reference:
+    """Start the engine alone, ask before it ever sleeps, then measure one sleep; end it."""
+    flags = ["--max-model-len", str(max_model_len), "--kv-cache-memory-bytes", model.kv_cache]
+    answers = []
+    with engine(model.name, model.model, flags, folder) as (api, pid):
+        for question in model.questions:
+            answers.append(ask(api, model.name, question, stream=False, echo=_ignore))
+            api.post("/reset_prefix_cache")  # in the pool each question comes after a wake, caches empty
+        resident = tree_bytes(pid) or 0
+        report = api.post("/sleep")["report"]
+        asleep = tree_bytes(pid) or 0
+    awake = resident + parse_size(model.kv_cache)
+    return Reference(tuple(answers), resident, awake, asleep, report["store_bytes"])
+
+
+def _ignore(_piece: str) -> None: ...
 
 
 @contextmanager

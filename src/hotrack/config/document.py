@@ -20,6 +20,10 @@ Place = tuple[str | int, ...]
 _TAG = "tag:yaml.org,2002:"
 _SCALARS = {_TAG + name for name in ("null", "bool", "int", "float", "str")}
 
+# libyaml's scanner is linear and bounds nesting itself; the one in Python is quadratic in it.
+_Loader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+_COLLECTIONS = {_TAG + "map", _TAG + "seq"}
+
 
 @dataclass(slots=True)
 class Document:
@@ -65,7 +69,7 @@ def read_document(path: Path) -> Document:
 def parse_document(text: str, name: str) -> Document:
     document = Document(name)
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"{name}:{line}: not valid YAML: {error.problem or error.context}") from error
@@ -93,6 +97,8 @@ class _Builder:
             document.fail(place, f"more than {MAX_NODES} values after expanding aliases")
         if depth > MAX_DEPTH:
             document.fail(place, f"nested more than {MAX_DEPTH} levels deep")
+        if not isinstance(node, yaml.ScalarNode) and node.tag not in _COLLECTIONS:
+            document.fail(place, f"the tag {node.tag!r} is not allowed")
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, place, depth)
         if isinstance(node, yaml.SequenceNode):
