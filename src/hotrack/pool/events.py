@@ -64,7 +64,7 @@ class SwapRecord:
     victim_bytes_after: int | None = None
     target_bytes_before: int | None = None
     target_bytes_after: int | None = None
-    canary: str = ""  # 'recorded', 'identical', 'mismatch' or '' when it did not run
+    canary: str = ""  # a CanaryRan result, '' when it did not run
 
     @property
     def total_ms(self) -> float:
@@ -87,8 +87,8 @@ class FirstByte:
 
 @dataclass(frozen=True, slots=True)
 class CanaryRan:
-    """``result``: 'recorded', 'identical', 'mismatch'. ``evidence`` is what an operator needs after a
-    mismatch.
+    """``result``: 'recorded', 'identical', 'mismatch', 'error'. ``evidence`` is what an operator needs after
+    a mismatch.
     """
 
     time: float

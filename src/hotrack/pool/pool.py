@@ -14,6 +14,7 @@ from hotrack.members.spec import MemberSpec, check_members
 from hotrack.obs.log import get_logger
 from hotrack.plan.ledger import DeviceBudget, Footprint, GpuLedger, Term, assumed, operator
 from hotrack.pool.capacity import ledger_capacity
+from hotrack.pool.checked import CheckedMember
 from hotrack.pool.effects import AsyncEffects
 from hotrack.pool.events import EventLog, SwapRecord
 from hotrack.pool.lease import Lease
@@ -222,7 +223,8 @@ class _Group:
         )
         self.effects.on_timer = self.loop.on_timer
         self.effects.start_switch = self._start_switch
-        self._transitions = Transitions(members, self.loop, pool._clock, pool._policy.poll_s)
+        checked = {name: CheckedMember(m, pool._clock, pool._policy.poll_s) for name, m in members.items()}
+        self._transitions = Transitions(checked, self.loop, pool._clock)
         for name, member in members.items():
             member.watch(partial(self._exited, name))
 

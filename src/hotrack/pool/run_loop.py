@@ -438,6 +438,10 @@ class RunLoop:
         assert command.kind in ("unload", "kill"), command.kind
         if entry.state is _S.STOPPED:
             return None
+        if entry.spec.url is not None:
+            return MemberFailedError(
+                f"{entry.name} runs outside hotrack at {entry.spec.url}; stop it where it was started"
+            )
         cause = Cause.OPERATOR if command.kind == "unload" else Cause.PROBE
         return Switch(cause, victims=(entry.name,), stop=True)
 

@@ -1,0 +1,219 @@
+"""A member whose word is checked: each operation returns when it is *measured* to have happened. No states
+here.
+"""
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from hotrack.core.clock import Clock
+from hotrack.core.errors import (
+    HotrackError,
+    InsufficientMemoryError,
+    MemberFailedError,
+    SleepError,
+    WakeError,
+)
+from hotrack.core.lifecycle import SleepMode
+from hotrack.members.canary import CanaryAnswer, mismatch
+from hotrack.members.member import Member
+from hotrack.members.reconcile import Found, classify, observe
+from hotrack.plan.ledger import format_bytes
+
+T = TypeVar("T")
+
+
+class CanaryMismatchError(WakeError):
+    """The member is up but its answers changed."""
+
+    code = "canary_mismatch"
+
+
+class CheckedMember:
+    """One member with what was learnt about it: its first residue, and its answers when it was new.
+
+    Every operation has a deadline of the pool's clock and raises ``HotrackError``; polling, never a fixed
+    wait.
+    """
+
+    def __init__(self, member: Member, clock: Clock, poll_s: float) -> None:
+        self.member = member
+        self.spec = member.spec
+        self._clock = clock
+        self._poll_s = poll_s
+        self._baseline: tuple[CanaryAnswer, ...] | None = None
+        self._asleep_bytes: int | None = None
+        self._first_residue_bytes: int | None = None
+
+    @property
+    def external(self) -> bool:
+        return self.spec.url is not None
+
+    async def measure(self) -> int | None:
+        """Bytes held now; None when they cannot be known."""
+        return await self._within(self.spec.deadlines.probe_s, self.member.memory_bytes(), "memory probe")
+
+    async def start(self) -> None:
+        """Launch and wait until healthy; an external engine is only waited for, and woken.
+
+        Raises:
+            MemberFailedError: it ended or was not healthy in time; the message has its last output.
+        """
+        try:
+            await self._within(self.spec.deadlines.start_s, self._until_healthy(), "start")
+        except HotrackError as error:
+            raise MemberFailedError(f"{error.message}{last_words(self.member.logs())}") from error
+
+    async def sleep(self, mode: SleepMode, before: int | None) -> int | None:
+        """Bytes held asleep, once they are down to the residue. ``before``: bytes held awake.
+
+        Raises:
+            SleepError: asked twice, the second time dropping every request, it did not give its memory back.
+        """
+        try:
+            held = await self._sleep_once(mode, before)
+        except HotrackError as first:
+            if not self.member.alive:
+                raise SleepError(f"{self.spec.name} died falling asleep: {first.message}") from first
+            try:
+                held = await self._sleep_once(SleepMode.ABORT, before)
+            except HotrackError as second:
+                kept = f"{self.spec.name} did not give its memory back: {second.message}"
+                raise SleepError(kept) from second
+        self._asleep_bytes = held
+        if self._first_residue_bytes is None:
+            self._first_residue_bytes = held
+        return held
+
+    async def wake(self) -> None:
+        """Until the engine says that it is awake and its swappable bytes are back."""
+        deadline = self._clock.now() + self.spec.deadlines.wake_s
+        await self._within(self.spec.deadlines.wake_s, self.member.wake_up(), "wake_up")
+        await self._until_back(min(deadline, self._clock.now() + self.spec.deadlines.release_s))
+
+    async def put_back(self) -> bool:
+        """After a failed wake: True when it is measured asleep again, if need be after one more sleep."""
+        if await self.found() is Found.ASLEEP:
+            return True
+        if not self.member.alive:
+            return False
+        try:
+            await self._sleep_once(SleepMode.ABORT, None)
+        except HotrackError:
+            return False
+        return True
+
+    async def found(self) -> Found:
+        """What the engine says and holds now."""
+        seen = await observe(self.member)
+        found = classify(seen, self._residue_limit(None))
+        if found is Found.ASLEEP:
+            self._asleep_bytes = seen.memory_bytes
+        return found
+
+    async def verify(self, *, compare: bool) -> tuple[str, int | None]:
+        """('recorded' | 'identical' | '' without a canary, bytes held). ``compare``: answers must be those
+        of the record, if there is one; else they become the record.
+
+        Raises:
+            CanaryMismatchError, InsufficientMemoryError, MemberFailedError: not fit for traffic.
+        """
+        result = await self._canary(compare=compare)
+        held, limit = await self.measure(), self.spec.awake_bytes
+        if held is not None and limit is not None and held > limit + self.spec.tolerance_bytes:
+            raise InsufficientMemoryError(
+                f"{self.spec.name} holds {format_bytes(held)} awake, its configuration allows "
+                f"{format_bytes(limit)} plus {format_bytes(self.spec.tolerance_bytes)} tolerance"
+            )
+        return result, held
+
+    async def stop(self) -> None:
+        """End its process. Raises when that cannot be done."""
+        await self._within(self.spec.deadlines.stop_s * 2, self.member.stop(), "stop")
+        self._asleep_bytes = None
+
+    async def _until_healthy(self) -> None:
+        await self.member.launch()
+        while not await self.member.healthy():
+            if not self.member.alive:
+                raise MemberFailedError(f"{self.spec.name} ended before it was healthy")
+            await self._clock.sleep(self._poll_s)
+        if self.external and await self.member.is_sleeping():
+            await self.member.wake_up()
+
+    async def _sleep_once(self, mode: SleepMode, before: int | None) -> int | None:
+        await self._within(self.spec.deadlines.sleep_s, self.member.sleep(mode), "sleep")
+        limit, release_s = self._residue_limit(before), self.spec.deadlines.release_s
+        until = self._clock.now() + release_s
+        while True:
+            sleeping, held = await self._is_sleeping(), await self.measure()
+            gone = held is None or limit is None or held <= limit
+            if sleeping and gone:
+                return held
+            if self._clock.now() >= until:
+                holds = f"it holds {format_bytes(held or 0)}, expected at most {format_bytes(limit or 0)}"
+                problem = holds if sleeping else "it still says that it is awake"
+                raise SleepError(f"{release_s:g} s after /sleep {problem}")
+            await self._clock.sleep(self._poll_s)
+
+    async def _until_back(self, until: float) -> None:
+        low = 0
+        if self.spec.swap_bytes is not None and self._asleep_bytes is not None:
+            low = self._asleep_bytes + self.spec.swap_bytes - self.spec.tolerance_bytes
+        while True:
+            sleeping, held = await self._is_sleeping(), await self.measure()
+            if not sleeping and (held is None or held >= low):
+                return
+            if self._clock.now() >= until:
+                holds = f"it holds {format_bytes(held or 0)}, expected at least {format_bytes(low)}"
+                raise WakeError("it still says that it sleeps" if sleeping else holds)
+            await self._clock.sleep(self._poll_s)
+
+    def _residue_limit(self, before: int | None) -> int | None:
+        """Most bytes a sleeper may hold: as declared, else as after its first sleep, else what is left
+        without its swappable bytes; None when nothing is known."""
+        spec = self.spec
+        if spec.residue_bytes is not None:
+            return spec.residue_bytes + spec.tolerance_bytes
+        if self._first_residue_bytes is not None:
+            return self._first_residue_bytes + spec.tolerance_bytes
+        if spec.swap_bytes is not None and before is not None:
+            return max(0, before - spec.swap_bytes) + spec.tolerance_bytes
+        return None
+
+    async def _canary(self, *, compare: bool) -> str:
+        canary, answers = self.spec.canary, []
+        for prompt in canary.prompts:
+            ask = self.member.ask(prompt, canary.max_tokens)
+            answers.append(await self._within(self.spec.deadlines.canary_s, ask, "canary"))
+        if not answers:
+            return ""
+        if self._baseline is None or not compare:
+            self._baseline = tuple(answers)
+            return "recorded"
+        evidence = mismatch(self._baseline, answers, logprob_tolerance=canary.logprob_tolerance)
+        if evidence:
+            raise CanaryMismatchError(f"{self.spec.name} answers differently since it woke; {evidence}")
+        return "identical"
+
+    async def _is_sleeping(self) -> bool:
+        return await self._within(self.spec.deadlines.probe_s, self.member.is_sleeping(), "is_sleeping")
+
+    async def _within(self, seconds: float, work: Awaitable[T], what: str) -> T:
+        """The result of ``work``, or MemberFailedError after ``seconds`` of the pool's clock."""
+        task = asyncio.ensure_future(work)
+        alarm = asyncio.ensure_future(self._clock.sleep(seconds))
+        try:
+            await asyncio.wait((task, alarm), return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise MemberFailedError(f"{self.spec.name}: {what} gave no answer within {seconds:g} s")
+        finally:
+            task.cancel()
+            alarm.cancel()
+
+
+def last_words(lines: list[str], count: int = 3) -> str:
+    """The end of a log, for an error message."""
+    tail = [line.strip() for line in lines if line.strip()][-count:]
+    return f"; its last output: {' | '.join(tail)}" if tail else ""
