@@ -87,11 +87,11 @@ class RandomRows:
     log_min_p: Tensor | None
     few_candidates: bool
 
-    def take(self, index: Tensor) -> "RandomRows":
-        """The rows at ``index`` int64 [M] of these."""
+    def take(self, index: Tensor | slice) -> "RandomRows":
+        """The rows at ``index`` (int64 [M] or a slice) of these; ``rows`` no longer says where they are."""
         return replace(
             self,
-            rows=index if self.rows is None else self.rows[index],
+            rows=None,
             uniforms=self.uniforms[index],
             temperature=self.temperature[index],
             top_k=None if self.top_k is None else self.top_k[index],
