@@ -94,6 +94,7 @@ def _plan(checkpoint: Checkpoint, targets: Mapping[str, LoadTarget]) -> list[_Co
 def _copy(checkpoint: Checkpoint, parameter: str, param: Tensor, source: Source) -> _Copy:
     tensor = checkpoint.stored(source.name)
     dest = param[source.dest] if source.dest else param
+    assert all(s.step in (None, 1) for s in source.select), f"{source=}"
     where = f"{checkpoint.resolved.path}: tensor {source.name!r} for parameter {parameter!r}"
     if len(source.select) > len(tensor.shape):
         raise CheckpointError(

@@ -156,6 +156,10 @@ def _refuse_unsupported(meta: Fields, header: GgufHeader, architecture: str) -> 
             f"{header.path} carries Llama 3 rope factors as a tensor, which is not supported; "
             "use the safetensors release"
         )
+    if (parts := meta.integer("split.count", low=0, high=1 << 16, default=0)) > 1:
+        raise CheckpointError(
+            f"{header.path} is one of {parts} parts; merge them with 'llama-gguf-split --merge'"
+        )
     if architecture == "llama" and meta.get("llama.expert_count"):
         raise CheckpointError(
             f"{header.path} is a Mixture-of-Experts Llama (Mixtral), which is not supported"

@@ -135,23 +135,49 @@ def _rope(fields: Fields, head_dim: int) -> RopeSpec:
     kind = scaling.text("rope_type", "type", default="default")
     if kind == "default":
         return RopeSpec(theta=theta, dim=head_dim)
+    if kind not in ROPE_PARAMS:
+        known = ", ".join(ROPE_PARAMS)
+        raise CheckpointError(
+            f"{scaling.where}: rope type {shorten(kind)!r} is not supported; default, {known} are"
+        )
     factor = scaling.number("factor", low=1.0, high=1e4)
-    if kind == "linear":
-        return RopeSpec(theta=theta, dim=head_dim, kind=kind, factor=factor)
-    if kind == "llama3":
-        params = {
-            "low_freq_factor": scaling.number("low_freq_factor", low=1e-6, high=1e6),
-            "high_freq_factor": scaling.number("high_freq_factor", low=1e-6, high=1e6),
-            "original_max_position_embeddings": scaling.number(
-                "original_max_position_embeddings", low=1.0, high=float(MAX_POSITIONS)
-            ),
-        }
-        if params["high_freq_factor"] <= params["low_freq_factor"]:
-            raise CheckpointError(f"{scaling.where}: high_freq_factor must be larger than low_freq_factor")
-        return RopeSpec(theta=theta, dim=head_dim, kind=kind, factor=factor, params=params)
-    raise CheckpointError(
-        f"{scaling.where}: rope type {shorten(kind)!r} is not supported; default, linear and llama3 are"
-    )
+    return RopeSpec(theta=theta, dim=head_dim, kind=kind, factor=factor, params=ROPE_PARAMS[kind](scaling))
+
+
+def _linear_params(_: Fields) -> dict[str, float]:
+    return {}
+
+
+def _llama3_params(scaling: Fields) -> dict[str, float]:
+    params = {
+        "low_freq_factor": scaling.number("low_freq_factor", low=1e-6, high=1e6),
+        "high_freq_factor": scaling.number("high_freq_factor", low=1e-6, high=1e6),
+        "original_max_position_embeddings": _original_positions(scaling),
+    }
+    if params["high_freq_factor"] <= params["low_freq_factor"]:
+        raise CheckpointError(f"{scaling.where}: high_freq_factor must be larger than low_freq_factor")
+    return params
+
+
+def _yarn_params(scaling: Fields) -> dict[str, float]:
+    if scaling.get("mscale", "mscale_all_dim") is not None:
+        raise CheckpointError(f"{scaling.where}: yarn with mscale is not supported for this family")
+    params = {
+        "original_max_position_embeddings": _original_positions(scaling),
+        "beta_fast": scaling.number("beta_fast", low=1e-3, high=1e6, default=32.0),
+        "beta_slow": scaling.number("beta_slow", low=1e-3, high=1e6, default=1.0),
+        "truncate": float(scaling.flag("truncate", default=True)),
+    }
+    if scaling.get("attention_factor") is not None:
+        params["attention_factor"] = scaling.number("attention_factor", low=1e-6, high=1e6)
+    return params
+
+
+def _original_positions(scaling: Fields) -> float:
+    return scaling.number("original_max_position_embeddings", low=1.0, high=float(MAX_POSITIONS))
+
+
+ROPE_PARAMS = {"linear": _linear_params, "llama3": _llama3_params, "yarn": _yarn_params}
 
 
 def _moe(fields: Fields, num_layers: int) -> MoeSpec:

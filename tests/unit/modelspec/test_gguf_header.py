@@ -112,6 +112,12 @@ def test_unsupported_architecture_and_missing_tensors(tmp_path):
             load_spec(path)
 
 
+def test_one_part_of_a_split_model(tmp_path):
+    write_tiny_gguf(tmp_path / "m.gguf", extra={"split.count": 3}, **TINY)
+    with pytest.raises(CheckpointError, match="one of 3 parts"):
+        load_spec(tmp_path / "m.gguf")
+
+
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_damage_is_a_checkpoint_error_or_harmless(data, good, tmp_path):

@@ -144,6 +144,16 @@ def test_linear_rope():
     assert (rope.kind, rope.factor) == ("linear", 2.0)
 
 
+def test_yarn_rope():
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    rope = parse_config(tiny_config("qwen3", rope_scaling=scaling)).rope
+    assert (rope.kind, rope.factor) == ("yarn", 4.0)
+    expected = {"original_max_position_embeddings": 32768, "beta_fast": 32, "beta_slow": 1, "truncate": 1}
+    assert rope.params == expected
+    with_factor = tiny_config("qwen3", rope_scaling=scaling | {"attention_factor": 1.5})
+    assert parse_config(with_factor).rope.params["attention_factor"] == 1.5
+
+
 def test_eos_may_be_a_list_and_generation_config_wins(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("llama", eos_token_id=7)))
     assert load_spec(tmp_path).eos_token_ids == (7,)
@@ -177,8 +187,13 @@ def test_eos_may_be_a_list_and_generation_config_wins(tmp_path):
         ({"rope_theta": -1}, "rope_theta"),
         ({"rope_scaling": "linear"}, "rope_parameters must be an object"),
         ({"rope_scaling": {"type": "linear"}}, "'factor' is missing"),
-        ({"rope_scaling": {"type": "longrope", "factor": 2}}, "longrope.*default, linear and llama3"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2}}, "longrope.*default, linear, llama3, yarn"),
         ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4.0}}, "high_freq_factor"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "original_max_position_embeddings"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4, "mscale": 1}},
+            "mscale is not supported",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"tie_word_embeddings": "yes"}, "true or false"),
         ({"attention_bias": 1}, "attention_bias"),
