@@ -19,7 +19,7 @@ class InlineTemplate(ChatTemplate):
 
         from hotrack.server.template_worker import Renderer, RenderJob
 
-        return Renderer().render(msgspec.msgpack.decode(request[4:], type=RenderJob))
+        return Renderer().render(msgspec.json.decode(request[4:], type=RenderJob))
 
 
 def scripted_member(

@@ -157,7 +157,7 @@ def _success(op: _Operation) -> dict[str, Any]:
     elif op.media_type != "application/json":
         result["content"] = {op.media_type: {"schema": {"type": "string"}}}
     if op.streams:
-        result["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+        result["content"]["text/event-stream"] = {}
     return result
 
 

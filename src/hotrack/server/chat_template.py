@@ -101,7 +101,7 @@ class ChatTemplate:
         async with self._turn:
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    result = await self._exchange(frame(msgspec.msgpack.encode(job)))
+                    result = await self._exchange(frame(msgspec.json.encode(job)))
             except BaseException as error:
                 await self._kill()  # whatever happened, the pipe may hold half an answer
                 if isinstance(error, TimeoutError):
@@ -127,7 +127,7 @@ class ChatTemplate:
         stdin.write(request)
         await stdin.drain()
         size = int.from_bytes(await stdout.readexactly(4), "little")
-        return msgspec.msgpack.decode(await stdout.readexactly(size), type=RenderResult)
+        return msgspec.json.decode(await stdout.readexactly(size), type=RenderResult)
 
     async def _spawn(self) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(

@@ -4,7 +4,7 @@ trusted.
 The sandbox keeps templates from reaching Python; this process keeps them from using up time and memory: the
 parent kills it when a render takes too long, the kernel refuses it memory beyond a limit, and it has no
 secrets. Started as ``python -m hotrack.server.template_worker``; frames on stdin and stdout are a 4-byte
-little-endian length and msgpack.
+little-endian length and JSON (msgpack has no big integers).
 """
 
 import ctypes
@@ -111,9 +111,9 @@ def frame(payload: bytes) -> bytes:
 
 def serve(source: BinaryIO, sink: BinaryIO, render: Callable[[RenderJob], RenderResult]) -> None:
     """Answer jobs one after the other until ``source`` ends."""
-    decoder = msgspec.msgpack.Decoder(RenderJob)
+    decoder = msgspec.json.Decoder(RenderJob)
     while (payload := read_frame(source)) is not None:
-        sink.write(frame(msgspec.msgpack.encode(render(decoder.decode(payload)))))
+        sink.write(frame(msgspec.json.encode(render(decoder.decode(payload)))))
         sink.flush()
 
 

@@ -96,13 +96,17 @@ def test_worker_answers_in_order() -> None:
         RenderJob("{% bad", {}),
         RenderJob("{{ x }}", {"x": 2}),
     ]
-    source = io.BytesIO(b"".join(frame(msgspec.msgpack.encode(job)) for job in jobs))
+    source = io.BytesIO(b"".join(frame(msgspec.json.encode(job)) for job in jobs))
     sink = io.BytesIO()
     serve(source, sink, Renderer().render)
     sink.seek(0)
     results = []
     while (payload := template_worker.read_frame(sink)) is not None:
-        results.append(msgspec.msgpack.decode(payload, type=RenderResult))
+        results.append(msgspec.json.decode(payload, type=RenderResult))
     assert results[0].text == "a" * 70_000
     assert results[1].error is not None
     assert results[2].text == "2"
+
+
+def test_any_json_number_reaches_the_template() -> None:
+    assert render("{{ x }}", kwargs={"x": 10**40}) == str(10**40)
