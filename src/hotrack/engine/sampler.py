@@ -104,12 +104,11 @@ def apply_penalties(logits: Tensor, penalties: Penalties | None) -> Tensor:
     Keskar et al. 2019); frequency is subtracted per occurrence in the output, presence once (OpenAI)."""
     if penalties is None:
         return logits
-    x = logits[penalties.rows]
-    present = penalties.output_counts > 0
-    factor = torch.where(x > 0, 1.0 / penalties.repetition, penalties.repetition)
-    x = torch.where(present | penalties.in_prompt, x * factor, x)
-    x = x - penalties.frequency * penalties.output_counts - penalties.presence * present
-    return logits.index_copy(0, penalties.rows, x)
+    x = logits[penalties.rows, penalties.tokens]
+    counts = penalties.output_counts
+    x = x * torch.where(x > 0, 1.0 / penalties.repetition, penalties.repetition)
+    x = x - penalties.frequency * counts - penalties.presence * (counts > 0)
+    return logits.index_put((penalties.rows, penalties.tokens), x)
 
 
 def _sampled_logprobs(logits: Tensor, tokens: Tensor, batch: SamplingBatch) -> LogprobsTensors | None:

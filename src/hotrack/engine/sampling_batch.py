@@ -47,12 +47,14 @@ def uniforms(seeds: IntArray, positions: IntArray) -> npt.NDArray[np.float64]:
 class Penalties:
     """P rows of the batch that use a penalty.
 
-    ``rows`` int64 [P]; ``output_counts`` int32 [P, V]; ``in_prompt`` bool [P, V]; the factors float32 [P, 1].
+    ``rows`` int64 [P, 1]; ``tokens`` int64 [P, L]: every token in prompt or output, some of them more than
+    once so that rows are equally long; ``output_counts`` int32 [P, L]: how often each is in the output;
+    factors float32 [P, 1].
     """
 
     rows: Tensor
+    tokens: Tensor
     output_counts: Tensor
-    in_prompt: Tensor
     repetition: Tensor
     presence: Tensor
     frequency: Tensor
@@ -121,7 +123,7 @@ class SamplingBatch:
 class SamplingState:
     """Sampling parameters and token counts of up to ``max_num_seqs`` sequences, by slot.
 
-    Counts (int32 [V] of output tokens, bool [V] of prompt tokens) exist only for slots with a penalty.
+    Output counts (int32 [V]) and the list of tokens seen exist only for slots with a penalty.
     ``select`` for step n+1 must follow ``append`` of step n; neither reads device values on the host, so a
     step may be planned before the tokens of the one before are known.
     """
@@ -141,7 +143,8 @@ class SamplingState:
         self._count_row = np.full(max_num_seqs, -1, np.int64)  # row of the count tables, -1: no penalties
         self._free_rows: list[int] = []
         self._output_counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=self.device)
-        self._in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=self.device)
+        self._seen = torch.zeros(0, 64, dtype=torch.int64, device=self.device)  # tokens in prompt or output
+        self._num_seen = np.zeros(max_num_seqs, np.int64)
         self._bias: dict[int, tuple[IntArray, npt.NDArray[np.float32]]] = {}
         self._stop_ids: dict[int, IntArray] = {}  # only while min_tokens forbids them
 
@@ -199,14 +202,18 @@ class SamplingState:
         count_rows = self._count_row[index]
         chosen = np.flatnonzero(count_rows >= 0)
         if chosen.size:
-            sampled = tokens[self._to_device(chosen)].long()
-            rows = self._to_device(count_rows[chosen])
-            ones = torch.ones((), dtype=torch.int32, device=self.device)
-            # An invalid row carries token -1; its request is about to end, so where it counts does not
-            # matter.
-            self._output_counts.index_put_((rows, sampled.clamp_min(0)), ones, accumulate=True)
+            # An invalid row carries token -1; its request is about to end, so what it counts does not matter.
+            self._count_sampled(index[chosen], tokens[self._to_device(chosen)].long().clamp_min(0))
         for slot in [s for s in self._stop_ids if self._position[s] >= self._min_tokens[s]]:
             del self._stop_ids[slot]
+
+    def _count_sampled(self, slots: IntArray, tokens: Tensor) -> None:
+        self._grow(self._seen.shape[0], int(self._num_seen[slots].max()) + 1)
+        rows = self._to_device(self._count_row[slots])
+        self._seen[rows, self._to_device(self._num_seen[slots])] = tokens
+        self._num_seen[slots] += 1
+        one = torch.ones((), dtype=torch.int32, device=self.device)
+        self._output_counts.index_put_((rows, tokens), one, accumulate=True)
 
     def select(self, slots: Sequence[int]) -> SamplingBatch:
         """The batch whose row i samples the next token of ``slots[i]``."""
@@ -266,33 +273,47 @@ class SamplingState:
         chosen = np.flatnonzero(count_rows >= 0)
         if not chosen.size:
             return None
-        rows = self._to_device(count_rows[chosen])
+        rows = self._to_device(count_rows[chosen, None])
+        tokens = self._seen[rows[:, 0], : int(self._num_seen[index[chosen]].max())]
         factors = self._to_device(self._penalty[index[chosen]])
         return Penalties(
-            rows=self._to_device(chosen),
-            output_counts=self._output_counts[rows],
-            in_prompt=self._in_prompt[rows],
+            rows=self._to_device(chosen[:, None]),
+            tokens=tokens,
+            output_counts=self._output_counts[rows, tokens],
             repetition=factors[:, 0:1],
             presence=factors[:, 1:2],
             frequency=factors[:, 2:3],
         )
 
     def _count_tokens(self, slot: int, prompt: IntArray, outputs: IntArray) -> None:
+        seen = np.unique(np.concatenate((prompt, outputs)))
+        assert seen.size, "a sequence has a prompt"
         if not self._free_rows:
-            self._grow_counts()
+            old = self._seen.shape[0]
+            self._grow(max(4, 2 * old), self._seen.shape[1])
+            self._free_rows.extend(range(self._seen.shape[0] - 1, old - 1, -1))
+        self._grow(self._seen.shape[0], int(seen.size))
         row = self._free_rows.pop()
         self._count_row[slot] = row
+        self._num_seen[slot] = seen.size
+        self._seen[row] = int(seen[0])  # padding that repeats a token changes nothing
+        self._seen[row, : seen.size] = self._to_device(seen)
         counts = np.bincount(outputs, minlength=self.vocab_size).astype(np.int32)
-        self._output_counts[row] = torch.from_numpy(counts).to(self.device)
-        self._in_prompt[row] = False
-        self._in_prompt[row, self._to_device(np.unique(prompt))] = True
+        self._output_counts[row] = self._to_device(counts)
 
-    def _grow_counts(self) -> None:
-        old = self._output_counts.shape[0]
-        new = max(4, 2 * old)
-        self._output_counts = _with_rows(self._output_counts, new)
-        self._in_prompt = _with_rows(self._in_prompt, new)
-        self._free_rows.extend(range(new - 1, old - 1, -1))
+    def _grow(self, rows: int, columns: int) -> None:
+        """Room for ``rows`` sequences of ``columns`` seen tokens; what is there stays."""
+        old_rows, old_columns = self._seen.shape
+        if rows > old_rows:
+            counts = self._output_counts.new_zeros(rows, self.vocab_size)
+            counts[:old_rows] = self._output_counts
+            self._output_counts = counts
+        if rows > old_rows or columns > old_columns:
+            columns = max(columns, 2 * old_columns) if columns > old_columns else old_columns
+            seen = self._seen.new_zeros(rows, columns)
+            seen[:old_rows] = self._seen[:, :1]
+            seen[:old_rows, :old_columns] = self._seen
+            self._seen = seen
 
     def _to_device(self, array: npt.NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
@@ -306,9 +327,3 @@ def check_logit_bias(params: SamplingParams, vocab_size: int) -> None:
                 f"logit_bias names token {token}; this model has tokens 0 to {vocab_size - 1}",
                 param="logit_bias",
             )
-
-
-def _with_rows(table: Tensor, num_rows: int) -> Tensor:
-    grown = table.new_zeros(num_rows, table.shape[1])
-    grown[: table.shape[0]] = table
-    return grown

@@ -276,11 +276,34 @@ def test_slot_reuse_leaves_nothing_behind() -> None:
     assert batch.bias is None
     assert batch.penalties is None
     assert batch.logprobs_rows is None
-    state.add(0, heavy, prompt_token_ids=[], eos_token_ids=[])
+    state.add(0, heavy, prompt_token_ids=[7, 7], eos_token_ids=[])
     penalties = state.select([0]).penalties
     assert penalties is not None
     assert not penalties.output_counts.any()
-    assert not penalties.in_prompt.any()
+    assert penalties.tokens.unique().tolist() == [7]
+
+
+def test_counts_survive_growth() -> None:
+    """Many sequences with long histories, added while others run: the tables grow under them."""
+    vocab, state = 40, SamplingState(20, 40)
+    p = SamplingParams(temperature=0.0, frequency_penalty=0.25, repetition_penalty=1.5)
+    histories: dict[int, list[int]] = {}
+    generator = np.random.default_rng(0)
+    for step in range(150):
+        if step % 9 == 0:
+            prompt = generator.integers(0, vocab, 1 + step % 5).tolist()
+            state.add(step // 9, p, prompt_token_ids=prompt)
+            histories[step // 9] = [len(prompt), *prompt]
+        slots = sorted(histories)
+        logits = torch.randn(len(slots), vocab)
+        tokens = Sampler()(logits, state.select(slots)).tokens
+        state.append(slots, tokens)
+        for row, slot in enumerate(slots):
+            num_prompt, *history = histories[slot]
+            p_random = SamplingParams(frequency_penalty=0.25, repetition_penalty=1.5)
+            expected = naive_probs(logits[row].numpy(), p_random, history[:num_prompt], history[num_prompt:])
+            assert int(tokens[row]) == int(expected.argmax())
+            histories[slot].append(int(tokens[row]))
 
 
 def test_logprobs_are_raw_sampled_first_with_rank() -> None:
