@@ -43,7 +43,7 @@ from hotrack.pool.events import (
 )
 from hotrack.pool.policy import PoolPolicy
 from hotrack.pool.request import Request, RequestState
-from hotrack.pool.scheduler import GroupView, Refuse, SwapScheduler, Switch, Wait
+from hotrack.pool.scheduler import DOWN_STATES, GroupView, Refuse, SwapScheduler, Switch, Wait
 from hotrack.pool.status import MemberStatus
 from hotrack.pool.transitions import Outcome
 
@@ -163,7 +163,9 @@ class RunLoop:
         entry = self._entries[name]
         entry.num_failures, entry.retry_at = 0, -inf
         if entry.state is _S.QUARANTINED:
-            self.moved(name, _S.STOPPED if not entry.holds else _S.STARTING, "operator")
+            holds = entry.holds
+            self.moved(name, _S.STOPPED, "pardoned by the operator")
+            entry.holds = holds  # a pardon frees no memory
 
     def on_close(self) -> None:
         """Refuse everybody who waits; the caller then ends tasks and processes."""
@@ -269,7 +271,10 @@ class RunLoop:
         entry.memory_bytes = entry.memory_bytes if holds else None
         entry.strike(error, self._clock.now(), self._policy)
         entry.last_failed_swap = self._record.number if self._record else 0
-        self.moved(name, _S.FAILED, error.message)
+        if entry.state not in DOWN_STATES:
+            self.moved(name, _S.FAILED, error.message)
+        if entry.state is not _S.FAILED:
+            return
         if hopeless or entry.num_failures >= self._policy.max_failures:
             self.moved(name, _S.QUARANTINED, f"{entry.num_failures} failures in a row")
 

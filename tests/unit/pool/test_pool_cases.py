@@ -269,6 +269,10 @@ def test_a13_a_failed_sleep_then_a_lying_wake_serves_nobody() -> None:
             answer = await rig.request("a")
             assert answer.code == "wake_failed"
             assert rig["a"].served == before
+            assert (rig.state("a"), rig["a"].sleeping) == (
+                MemberState.ASLEEP,
+                True,
+            )  # rolled back and measured
             await asyncio.sleep(120)
             assert (await rig.request("a")).code == "ok"
             assert rig.world.violations == []

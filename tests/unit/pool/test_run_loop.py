@@ -106,6 +106,22 @@ def test_the_quantum_ends_a_turn_only_when_somebody_else_waits() -> None:
     assert bench.calls[-1] == ("run", "a>b")
 
 
+def test_a_batch_longer_than_the_quantum_is_served_in_turns() -> None:
+    policy = PoolPolicy(min_residency_s=0.0, max_batch_requests=2, max_wait_s=1e3, max_residency_s=1e3)
+    bench = Bench(policy)
+    first = bench.request("a", "1")  # with the warm-up, the last of its turn
+    waiting = [bench.request("b", str(i)) for i in (2, 3, 4)]
+    bench.request("a", "5")
+    assert bench.loop.state("a") is S.DRAINING
+    bench.loop.on_served(first)
+    bench.finish()
+    assert bench.calls[-3:] == [("run", "a>b"), ("grant", "2"), ("grant", "3")]  # "5" waits, so "4" does too
+    for request in waiting[:2]:
+        bench.loop.on_served(request)
+    bench.finish()
+    assert bench.calls[-2:] == [("run", "b>a"), ("grant", "5")]
+
+
 def test_a_better_priority_is_due_at_once_a_worse_one_waits() -> None:
     bench = Bench(PoolPolicy(min_residency_s=0.0, max_wait_s=1e3, max_residency_s=1e3))
     bench.request("a", "1")
