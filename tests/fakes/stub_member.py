@@ -36,7 +36,8 @@ class StubMember:
     def words(self, body: dict[str, Any]) -> list[str]:
         messages = body.get("messages")
         prompt = messages[-1]["content"] if messages else body.get("prompt", "")
-        return [f"{self.name}: ", *(f"{word} " for word in reversed(str(prompt).split()))][: body.get("max_tokens", 99)]
+        words = [f"{self.name}: ", *(f"{word} " for word in reversed(str(prompt).split()))]
+        return words[: body.get("max_tokens", 999)]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -71,9 +72,12 @@ class StubMember:
         if not body.get("stream"):
             await asyncio.sleep(delay_s * len(words))
             text = "".join(words)
-            choice = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+            choice: dict[str, Any] = (
+                {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+            )
             logprobs = {"tokens": words, "token_logprobs": [-0.5] * len(words)}
-            await answer(send, {"choices": [{"index": 0, "logprobs": logprobs, "finish_reason": "stop", **choice}]})
+            choice |= {"index": 0, "logprobs": logprobs, "finish_reason": "stop"}
+            await answer(send, {"choices": [choice]})
             return
         gone = asyncio.ensure_future(receive())
         head = [(b"content-type", b"text/event-stream")]

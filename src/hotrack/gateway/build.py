@@ -145,8 +145,8 @@ def _command(name: str, model: ModelConfig) -> tuple[str, ...]:
         raise ConfigError(f"model {name!r}: cmd is empty")
     if not any("${PORT}" in part or "${SOCKET}" in part for part in command):
         raise ConfigError(
-            f"model {name!r}: cmd must contain ${{PORT}} (or ${{SOCKET}}): hotrack chooses where a server that "
-            "it starts listens; for a server that runs already give only 'proxy'"
+            f"model {name!r}: cmd must contain ${{PORT}} (or ${{SOCKET}}): hotrack chooses where a server "
+            "that it starts listens; for a server that runs already give only 'proxy'"
         )
     return command
 

@@ -91,7 +91,8 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port (0 = any free one)"
+            f"cannot listen on {host}:{port}: {error.strerror or error}; "
+            "choose another --port (0: any free one)"
         ) from error
     listener.setblocking(False)
     return listener
