@@ -56,7 +56,8 @@ def test_parameters_are_declared_in_execution_order_and_tied_ones_once() -> None
     assert names[1:5] == [
         f"layers.0.{part}"
         for part in (
-            "input_layernorm.weight", "self_attn.qkv_proj.weight", "self_attn.qkv_proj.bias", "self_attn.o_proj.weight"
+            "input_layernorm.weight", "self_attn.qkv_proj.weight", "self_attn.qkv_proj.bias",
+            "self_attn.o_proj.weight",
         )
     ]  # fmt: skip
     assert names[-1] == "norm.weight"
