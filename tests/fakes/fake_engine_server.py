@@ -59,10 +59,16 @@ class Engine:
         return self.reply("sleep", {"status": "sleeping", "level": int(level)})
 
     async def wake_up(self, request: web.Request) -> web.Response:
+        print("wake_up", *request.query.getall("tags", []), flush=True)
         self.take()
         return self.reply("wake_up", {"status": "awake", "tags": request.query.getall("tags", [])})
 
+    async def collective_rpc(self, request: web.Request) -> web.Response:
+        print((await request.json())["method"], flush=True)
+        return web.Response()
+
     async def reset(self, request: web.Request) -> web.Response:
+        print("reset_prefix_cache", flush=True)
         return web.json_response({"success": self.options.fail != "reset"})
 
     async def models(self, request: web.Request) -> web.Response:
@@ -99,6 +105,7 @@ def main() -> None:
     app.router.add_post("/wake_up", engine.wake_up)
     if not options.bare:
         app.router.add_post("/reset_prefix_cache", engine.reset)
+    app.router.add_post("/collective_rpc", engine.collective_rpc)
     app.router.add_get("/v1/models", engine.models)
     app.router.add_post("/v1/completions", engine.completions)
     print("fake engine is up", flush=True)

@@ -11,11 +11,12 @@ from hotrack.members.member import Member
 from hotrack.pool.events import SwapRecord
 from hotrack.pool.policy import PoolPolicy
 from hotrack.pool.request import Request
-from hotrack.pool.scheduler import MemberView
+from hotrack.pool.scheduler import DOWN_STATES, MemberView
 from hotrack.pool.status import MemberStatus
 
 GUESS_S = {"wake": 2.0, "sleep": 1.0, "start": 30.0}  # until measured
 HISTORY = 9
+COLD = DOWN_STATES | {MemberState.STARTING}
 
 
 class Entry:
@@ -100,7 +101,9 @@ class Entry:
 
     @property
     def swap_in_s(self) -> float:
-        return self.typical_s("wake" if self.state is MemberState.ASLEEP else "start")
+        """Expected seconds until ready, for a member that is down or will be asleep by then."""
+        cold = self.state in COLD or self.spec.sleep_level is None
+        return self.typical_s("start" if cold else "wake")
 
     def view(self) -> MemberView:
         queue = self.queue

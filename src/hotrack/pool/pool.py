@@ -215,7 +215,7 @@ class _Group:
         ledger = make_ledger(specs, budget) if budget is not None else None
         if ledger is not None:
             for warning in ledger.check_each_alone():
-                log.warning("plan: %s", warning)
+                log.info("plan: %s", warning)
         members = {spec.name: pool._members[spec.name] for spec in specs}
         self.effects = AsyncEffects(pool._clock, pool.events)
         self.loop = RunLoop(

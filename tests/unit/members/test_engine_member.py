@@ -85,6 +85,21 @@ def test_a_cycle_over_a_private_socket() -> None:
     asyncio.run(main())
 
 
+def test_level_2_wakes_weights_reloads_them_then_wakes_the_rest() -> None:
+    async def main() -> None:
+        async with running(sleep_level=2) as member:
+            await member.sleep(SleepMode.WAIT)
+            await member.wake_up()
+            order = ["wake_up weights", "reload_weights", "wake_up kv_cache", "reset_prefix_cache"]
+            for _ in range(200):
+                if member.logs()[1:] == order:
+                    break
+                await asyncio.sleep(0.01)  # the log is on its way
+            assert member.logs()[1:] == order
+
+    asyncio.run(main())
+
+
 def test_empty_bodies_and_a_missing_reset_endpoint_are_accepted() -> None:
     async def main() -> None:
         async with running("--bare", listen="--port=${PORT}") as member:

@@ -315,6 +315,18 @@ def test_a14_one_bad_wake_is_repaired_by_a_second_one() -> None:
     run_virtual(main())
 
 
+def test_a14_a_member_that_needs_a_restart_after_each_wake_is_given_up() -> None:
+    async def main() -> None:
+        async with Rig(policy=QUIET) as rig:
+            rig["a"].faults["wake"], rig["a"].sticky = ["wrong"], True
+            codes = [(await rig.request(name)).code for name in "abababa"]
+            assert codes == ["ok", "ok", "ok", "ok", "wake_failed", "ok", "member_failed"]
+            assert rig.state("a") is MemberState.QUARANTINED
+            assert rig.world.count("launch", "a") == 2
+
+    run_virtual(main())
+
+
 def test_a15_death_on_the_first_answer_restarts_it() -> None:
     async def main() -> None:
         async with Rig(policy=QUIET) as rig:

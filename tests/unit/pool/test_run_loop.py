@@ -185,6 +185,14 @@ def test_a_deadline_that_cannot_be_met_is_refused_at_the_door() -> None:
     assert bench.calls == [("deadline_exceeded", "hopeless")]
 
 
+def test_a_draining_member_is_expected_back_after_a_wake_not_a_cold_start() -> None:
+    bench = Bench(PoolPolicy(min_residency_s=0.0, max_wait_s=0.0))
+    bench.request("a", "busy")
+    bench.request("b", "1")
+    assert bench.loop.state("a") is S.DRAINING
+    assert bench.request("a", "2", deadline=bench.clock.now() + 20.0).state is RequestState.WAITING
+
+
 def test_failed_wake_refuses_waiters_and_restores_the_holder() -> None:
     bench = Bench()
     bench.request("b", "1")
