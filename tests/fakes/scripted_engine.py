@@ -52,6 +52,7 @@ class ScriptedEngine:
         self.refuse: HotrackError | None = None
         self.cached_tokens = 0
         self.sleeping: list[str] = []
+        self.level: int | None = None
         self._sinks: dict[str, Callable[[EngineOutput | HotrackError], None]] = {}
         self._running = asyncio.Event()
         self._running.set()
@@ -90,6 +91,7 @@ class ScriptedEngine:
             raise error
         if op == "sleep":
             self.sleeping = ["weights", "kv_cache"]
+            self.level = args["level"] if self.level is None else self.level
             if args["mode"] == "abort":
                 for request_id, sink in self._sinks.items():
                     sink(EngineOutput(request_id, b"", finish_reason=FinishReason.ABORT))
@@ -98,7 +100,9 @@ class ScriptedEngine:
             self.sleeping = [
                 tag for tag in self.sleeping if args["tags"] is not None and tag not in args["tags"]
             ]
-        return {"sleeping_tags": list(self.sleeping), "freed_bytes": 1234}
+            if not self.sleeping:
+                self.level = None
+        return {"is_sleeping": bool(self.sleeping), "level": self.level, "freed_bytes": 1234}
 
     async def _emit(self, request: EngineRequest) -> None:
         sampling = request.sampling

@@ -2,10 +2,10 @@
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from hotrack._version import __version__
 from hotrack.core.errors import HotrackError
@@ -16,7 +16,7 @@ from hotrack.server.http import Edge, on_bug, on_hotrack_error, on_http_error
 from hotrack.server.member import Member
 
 
-def create_app(member: Member) -> Starlette:
+def create_app(member: Member) -> ASGIApp:
     api, admin = OpenAIEndpoints(member), AdminEndpoints(member)
     document = openapi_json(__version__, needs_key=member.config.api_key is not None)
 
@@ -39,18 +39,18 @@ def create_app(member: Member) -> Starlette:
         Route("/is_sleeping", admin.is_sleeping),
         Route("/reset_prefix_cache", admin.reset_prefix_cache, methods=["POST"]),
     ]
-    edge = Middleware(
-        Edge,
-        api_key=member.config.api_key,
-        metrics=member.metrics,
-        routes=frozenset(route.path for route in routes),
-    )
-    return Starlette(
+    app = Starlette(
         routes=routes,
-        middleware=[edge],
         exception_handlers={
             HotrackError: on_hotrack_error,
             HTTPException: on_http_error,
             Exception: on_bug,
         },
+    )
+    # Around all of Starlette, so that its answer to a bug of ours is counted too.
+    return Edge(
+        app,
+        api_key=member.config.api_key,
+        metrics=member.metrics,
+        routes=frozenset(route.path for route in routes),
     )

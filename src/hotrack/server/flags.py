@@ -8,7 +8,8 @@ from typing import NoReturn
 from hotrack._version import __version__
 from hotrack.config import env
 from hotrack.config.engine import DEVICES, DTYPES, EngineConfig
-from hotrack.config.server import ServerConfig, parse_bytes
+from hotrack.config.server import ServerConfig
+from hotrack.config.units import parse_size
 from hotrack.core.errors import ConfigError
 
 # vLLM's flags that have no meaning here; naming them saves a search.
@@ -134,9 +135,9 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
 
 def _size(text: str) -> int:
     try:
-        return parse_bytes(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(error.message) from None  # argparse adds the flag's name
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None  # argparse keeps only this kind's message
 
 
 def _dashes(arg: str) -> str:

@@ -3,7 +3,8 @@
 import asyncio
 import signal
 import socket
-from collections.abc import Coroutine, Iterator
+import threading
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -85,14 +86,14 @@ async def _load(
 ) -> Member:
     """Everything between the command line and the first request; ``stack`` takes what must be closed."""
     own_template = _read_template(config.chat_template)  # before the weights: a wrong path shows at once
-    resolved = await asyncio.to_thread(
-        resolve, engine_config.model, progress=lambda done, total: bar.update("download", done, total)
+    resolved = await _in_daemon_thread(
+        lambda: resolve(engine_config.model, progress=lambda done, total: bar.update("download", done, total))
     )
     names = config.served_model_names or (resolved.name,)
     setup_logging(names[0], config.log_level)
-    engine_config = replace(engine_config, model=str(resolved.path), served_model_name=names[0])
+    local_config = replace(engine_config, model=str(resolved.path), served_model_name=names[0])
     assets_task = asyncio.create_task(asyncio.to_thread(load_tokenizer, resolved))
-    client = EngineClient(engine_config, on_death=death.set_result)
+    client = EngineClient(local_config, on_death=death.set_result)
     try:
         info = (await client.start(bar.update)).info
     except BaseException:
@@ -108,12 +109,12 @@ async def _load(
     metrics = MemberMetrics(names[0])
     return Member(
         names=names,
-        root=engine_config.model,
+        root=local_config.model,
         config=config,
         engine=client,
         codec=Codec(assets.tokenizer, int(info["max_model_len"]), int(info["vocab_size"])),
         template=template,
-        residency=Residency(client, metrics, sleep_enabled=engine_config.enable_sleep_mode),
+        residency=Residency(client, metrics, sleep_enabled=local_config.enable_sleep_mode),
         metrics=metrics,
         eos_token_ids=assets.eos_token_ids,
         sampling_defaults=(
@@ -199,6 +200,29 @@ def _as_event(future: asyncio.Future[Any]) -> asyncio.Event:
 
 def _on_signal(stop: asyncio.Event, hurry: asyncio.Event) -> None:
     (hurry if stop.is_set() else stop).set()
+
+
+async def _in_daemon_thread(work: Callable[[], R]) -> R:
+    """Like ``asyncio.to_thread``, but a process told to stop does not wait for it (a long download)."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[R] = loop.create_future()
+
+    def settle(set_outcome: Callable[[Any], None], outcome: object) -> None:
+        if not done.cancelled():
+            set_outcome(outcome)
+
+    def run_work() -> None:
+        try:
+            result = work()
+        except BaseException as error:  # noqa: BLE001 handed to whoever awaits
+            outcome: tuple[Callable[[Any], None], object] = (done.set_exception, error)
+        else:
+            outcome = (done.set_result, result)
+        with suppress(RuntimeError):  # the loop may be gone
+            loop.call_soon_threadsafe(settle, *outcome)
+
+    threading.Thread(target=run_work, name="resolve", daemon=True).start()
+    return await done
 
 
 async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, R]) -> R | None:

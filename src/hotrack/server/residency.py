@@ -143,7 +143,11 @@ class Residency:
             except HotrackError:
                 self._enter(before, self.level)
                 raise
-            self._enter(EngineState.ASLEEP, max(level, self.level) if before is EngineState.ASLEEP else level)
+            # An engine that is asleep already stays at its level; it says so in the report.
+            reached = SleepLevel(report.get("level", level))
+            if before is EngineState.ASLEEP:
+                reached = max(reached, self.level)
+            self._enter(EngineState.ASLEEP, reached)
             return report
 
     async def _wake(self, tags: list[str] | None) -> dict[str, Any]:
@@ -159,8 +163,10 @@ class Residency:
             except HotrackError:
                 self._enter(before, self.level)
                 raise
-            partly = bool(report.get("sleeping_tags"))
-            self._enter(EngineState.ASLEEP if partly else EngineState.AWAKE, self.level)
+            if report["is_sleeping"]:
+                self._enter(EngineState.ASLEEP, self.level)
+            else:
+                self._enter(EngineState.AWAKE, SleepLevel.PAUSE)
             return report
 
     def _enter(self, state: EngineState, level: SleepLevel) -> None:

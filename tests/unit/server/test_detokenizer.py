@@ -43,7 +43,7 @@ TOKENIZERS = {"byte-level": byte_level_bpe(), "sentencepiece": sentencepiece_lik
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(data=st.data(), skip=st.booleans())
 def test_increments_equal_full_decode(name: str, data: st.DataObject, skip: bool) -> None:
     tokenizer = TOKENIZERS[name]

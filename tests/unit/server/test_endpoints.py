@@ -194,7 +194,12 @@ def test_prompt_logprobs_and_token_ids() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_token_ids_include_tokens_without_text(stream: bool) -> None:
     ids = byte_tokenizer().encode("a😀").ids
-    body = {"prompt": "a", "return_token_ids": True, "max_tokens": 4, "stream": stream}  # ends inside the character
+    body = {
+        "prompt": "a",
+        "return_token_ids": True,
+        "max_tokens": 4,
+        "stream": stream,
+    }  # ends inside the character
     reply, _ = run(body, COMPLETIONS, engine=speaking("a😀b"))
     choices = [e["choices"][0] for e in reply.events[:-1]] if stream else reply.json["choices"]
     assert [i for choice in choices for i in choice["token_ids"]] == ids[:4]

@@ -74,6 +74,17 @@ def test_bad_tag() -> None:
     asyncio.run(scenario())
 
 
+def test_levels_of_a_second_sleep() -> None:
+    async def scenario() -> None:
+        _, _, app = setup()
+        await call(app, "POST", "/sleep?level=1")
+        # The engine stays at its level, and the answer says so.
+        assert (await call(app, "POST", "/sleep?level=2")).json["level"] == 1
+        assert (await call(app, "POST", "/sleep?level=0")).json["level"] == 1
+
+    asyncio.run(scenario())
+
+
 def test_failed_sleep_leaves_it_awake_and_failed_wake_asleep() -> None:
     async def scenario() -> None:
         engine, _, app = setup("ok")
