@@ -64,6 +64,12 @@ def test_named_templates(folder):
     assert folder_assets(folder).chat_template == "d"
 
 
+def test_the_tokenizer_s_own_end_token_comes_first(folder):
+    edit(folder / "tokenizer_config.json", eos_token="<|im_start|>")
+    assets = folder_assets(folder)
+    assert (assets.eos_token_ids, assets.eos_token) == ((1, 2, 0), "<|im_start|>")
+
+
 def test_bos_that_the_tokenizer_adds(folder):
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.post_processor = processors.TemplateProcessing("<|endoftext|> $A", None, [("<|endoftext|>", 0)])

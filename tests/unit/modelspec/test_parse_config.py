@@ -244,13 +244,19 @@ def test_hostile_expert_fields(change):
         b"[" * 100_000,
         b'{"a":' * 100_000,
         b'{"vocab_size": ' + b"9" * 10_000 + b"}",
-        b'{"vocab_size": 1, "vocab_size": 2}',
     ],
-    ids=["empty", "text", "list", "binary", "null", "deep-list", "deep-object", "huge-int", "repeated-key"],
+    ids=["empty", "text", "list", "binary", "null", "deep-list", "deep-object", "huge-int"],
 )
 def test_files_that_are_not_a_config(data, tmp_path):
     (tmp_path / "config.json").write_bytes(data)
     with pytest.raises(CheckpointError, match=r"config\.json"):
+        load_spec(tmp_path)
+
+
+def test_repeated_keys_are_ambiguous(tmp_path):
+    text = json.dumps(tiny_config("llama"))
+    (tmp_path / "config.json").write_text(text[:-1] + ', "vocab_size": 9}')
+    with pytest.raises(CheckpointError, match="'vocab_size' appears twice"):
         load_spec(tmp_path)
 
 
