@@ -152,6 +152,15 @@ def test_tied_logits_match_naive_twin(
     assert values[token] >= values[kept].min() - 1
 
 
+def test_more_ties_than_candidates_are_all_kept() -> None:
+    logits = torch.zeros(64, 500)
+    logits[:, 100:300] = 1.0
+    params = [SamplingParams(seed=i, top_k=5) for i in range(64)]
+    expected = [naive_token(row, p, (), ()) for row, p in zip(logits.numpy(), params, strict=True)]
+    assert sample(logits, params).tokens.tolist() == expected
+    assert len(set(expected)) > 40
+
+
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.02}])
 def test_sampled_distribution_passes_chi_square(options: dict[str, float]) -> None:
     draws = 20_000

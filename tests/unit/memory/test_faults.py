@@ -9,7 +9,9 @@ from pathlib import Path
 SCRIPT = """
 import ctypes, json, os, pathlib, signal, sys, time
 from hotrack.core.tensorspec import TensorSpec
+from hotrack.core.errors import SleepError
 from hotrack.memory import MemoryManager
+from hotrack.memory.backend import BackendError
 
 store = pathlib.Path(sys.argv[1])
 memory = MemoryManager(store_dir=store)
@@ -38,6 +40,19 @@ def kv_asleep(own, t, own_kv):
     own.sleep(1); own.wake(["weights"]); touch(t["a"]); touch(own_kv)
 def dropped(own, t, own_kv):
     own.drop_pages(["a"]); touch(t["b"]); touch(t["a"])
+def dropped_and_rolled_back(own, t, own_kv):
+    own.drop_pages(["a"])
+    real, calls = own._backend.unmap, []
+    def unmap(address, nbytes):
+        calls.append(address)
+        if len(calls) == 2:
+            raise BackendError("injected")
+        real(address, nbytes)
+    own._backend.unmap = unmap
+    try:
+        own.sleep(1)
+    except SleepError:
+        touch(t["b"]); touch(own_kv); touch(t["a"])
 def woken(own, t, own_kv):
     own.drop_pages(["a"]); own.sleep(1); own.wake(); touch(t["a"]); touch(t["b"]); touch(own_kv)
 def closed(own, t, own_kv):
@@ -48,7 +63,7 @@ def killed(own, t, own_kv):
     own.sleep(1); os.kill(os.getpid(), signal.SIGKILL)
 
 touch(weights["a"]); touch(kv)
-cases = [asleep, kv_asleep, dropped, woken, closed, inherited, killed]
+cases = [asleep, kv_asleep, dropped, dropped_and_rolled_back, woken, closed, inherited, killed]
 print(json.dumps({case.__name__: in_child(case) for case in cases} | {"files": os.listdir(store)}))
 """
 
@@ -63,6 +78,7 @@ def test_touching_sleeping_memory_ends_the_process(tmp_path: Path) -> None:
         "asleep": fault,
         "kv_asleep": fault,
         "dropped": fault,
+        "dropped_and_rolled_back": fault,
         "woken": 0,
         "closed": fault,
         "inherited": fault,
