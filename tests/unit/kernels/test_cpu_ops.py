@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from hotrack.kernels.base import Ops
+from hotrack.kernels.cpu_ops import moe
 from hotrack.kernels.cpu_ops.attention import CpuAttentionPlan
 from hotrack.kernels.cpu_ops.ops import CpuOps
 from hotrack.kernels.ops import select_ops
@@ -95,6 +96,7 @@ def test_packed_linear_does_not_read_its_weight() -> None:
 CASES = {
     "one decode": [(1, 37)],
     "decodes of unequal length": [(1, 37), (1, 1), (1, 130), (1, 16)],
+    "many decodes": [(1, 11 + 7 * i) for i in range(9)],
     "fresh prompt": [(150, 150)],
     "chunk after a prefix": [(40, 173)],
     "one token left of a prompt": [(1, 64), (2, 2)],
@@ -107,7 +109,9 @@ CASES = {
 @pytest.mark.parametrize("heads", [HeadShape(6, 2, 32), HeadShape(4, 4, 16)], ids=["gqa", "mha"])
 def test_attention_over_pages(dtype: torch.dtype, case: str, heads: HeadShape) -> None:
     work, size, num_blocks = CASES[case], 16, 64
-    (group,) = group_layers([Paged(heads.num_kv_heads, heads.head_dim, heads.head_dim, dtype.itemsize)] * 3, size)
+    (group,) = group_layers(
+        [Paged(heads.num_kv_heads, heads.head_dim, heads.head_dim, dtype.itemsize)] * 3, size
+    )
     storage = random(num_blocks, group.row_bytes // dtype.itemsize, dtype=dtype).view(torch.uint8)
     fast_kv = KVTensors([group], [storage.clone()], dtype).layers[1]
     slow_kv = KVTensors([group], [storage.clone()], dtype).layers[1]
@@ -142,7 +146,9 @@ def test_attention_over_pages(dtype: torch.dtype, case: str, heads: HeadShape) -
 
 @DTYPES
 @pytest.mark.parametrize("tokens", [1, 3, 40])
-def test_moe_experts(dtype: torch.dtype, tokens: int) -> None:
+@pytest.mark.parametrize("limit", [0, 1 << 30], ids=["sorted", "gathered"])
+def test_moe_experts(dtype: torch.dtype, tokens: int, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe, "GATHER_BYTES", limit)
     x = random(tokens, 32, dtype=dtype)
     gate_up, down = random(8, 48, 32, dtype=dtype, seed=1) * 0.2, random(8, 32, 24, dtype=dtype, seed=2) * 0.2
     ids, weights = REFERENCE.softmax_topk(random(tokens, 8, seed=3), 2, True)

@@ -14,17 +14,25 @@ from torch import Tensor
 from hotrack.kernels.base import AttentionPlan
 from hotrack.kernels.paged import HeadShape, PagedBatch
 
+PRODUCT_BATCH = 8  # decode sequences from which two bf16 batched products beat the fused kernel
 QUERY_BLOCK = 128  # queries per product in prefill; skips most of the half above the diagonal
 
 
 @dataclass(frozen=True, slots=True)
 class Decodes:
-    """Decode sequences padded to ``length`` keys. mask [B, 1, G, length] or None when nothing is padding."""
+    """Decode sequences of similar length, padded to ``length`` keys.
 
-    rows: slice
+    rows      int64 [B] rows of the step; None when they are the first ``count`` ones in order
+    mask      [B, 1, 1, length], -inf where padded; None when nothing is
+    gathered  where every layer in turn collects its pages
+    """
+
+    rows: Tensor | None
+    count: int
     pages: Tensor
     length: int
     mask: Tensor | None
+    gathered: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +62,7 @@ class CpuAttentionPlan(AttentionPlan):
         first = block * (batch.block_stride // d) + offset  # row of head 0's key
         self.key_rows = (first[:, None] + self.head_ids * size).flatten()  # [T * H]
         self.value_rows = self.key_rows + H * size
-        self.decodes = self._plan_decodes(dtype) if batch.num_decodes else None
+        self.decodes = self._plan_decodes(dtype)
         self.chunks = self._plan_chunks()
         self.causal = causal_bias(QUERY_BLOCK if self.chunks else 0, dtype)
 
@@ -66,19 +74,31 @@ class CpuAttentionPlan(AttentionPlan):
         parts = torch.arange(2)[:, None, None, None] * H + self.head_ids[:, None]
         return (parts + first[None, :, None, :]).flatten()
 
-    def _plan_decodes(self, dtype: torch.dtype) -> Decodes:
-        batch, count, size = self.batch, self.batch.num_decodes, self.batch.block_size
-        lens = batch.seq_lens[:count]
-        longest = max(lens)
-        blocks = -(-longest // size)
-        pages = self._pages(batch.block_tables[:count, :blocks])
-        if count == 1:
-            return Decodes(slice(0, 1), pages, longest, None)
+    def _plan_decodes(self, dtype: torch.dtype) -> list[Decodes]:
+        """Sequences shorter than half of the longest get a group of their own, so that padding stays below half."""
+        lens = self.batch.seq_lens[: self.batch.num_decodes]
+        left, groups = list(range(len(lens))), []
+        while left:
+            longest = max(lens[i] for i in left)
+            similar = [i for i in left if 2 * lens[i] >= longest]
+            left = [i for i in left if 2 * lens[i] < longest]
+            rows = None if len(similar) == len(lens) else torch.tensor(similar)
+            groups.append(self._plan_group(rows, [lens[i] for i in similar], dtype))
+        return groups
+
+    def _plan_group(self, rows: Tensor | None, lens: list[int], dtype: torch.dtype) -> Decodes:
+        size, heads = self.batch.block_size, self.heads
+        blocks = -(-max(lens) // size)
+        tables = self.batch.block_tables[: len(lens)] if rows is None else self.batch.block_tables[rows]
+        pages = self._pages(tables[:, :blocks])
+        gathered = torch.empty(len(pages), size * heads.head_dim, dtype=dtype)
+        if len(lens) == 1:
+            return Decodes(rows, 1, pages, lens[0], None, gathered)
         length = blocks * size
         hidden = torch.arange(length) >= torch.tensor(lens)[:, None]  # [B, length]
-        mask = torch.zeros(count, length, dtype=dtype).masked_fill_(hidden, -math.inf)
+        mask = torch.zeros(len(lens), 1, 1, length, dtype=dtype)
         return Decodes(
-            slice(0, count), pages, length, mask[:, None, None].expand(-1, -1, self.heads.group_size, -1)
+            rows, len(lens), pages, length, mask.masked_fill_(hidden[:, None, None], -math.inf), gathered
         )
 
     def _plan_chunks(self) -> list[Chunk]:
@@ -101,29 +121,34 @@ def write_kv(k: Tensor, v: Tensor, rows: Tensor, plan: CpuAttentionPlan) -> None
 
 def paged_attention(q: Tensor, pages: Tensor, plan: CpuAttentionPlan, scale: float) -> Tensor:
     """q [T, num_heads, d], pages [N, block_size * d] -> [T, num_heads, d]"""
-    if not plan.chunks and plan.decodes is not None:
-        return _decode(q, pages, plan.heads, plan.decodes, scale)
+    if not plan.chunks and len(plan.decodes) == 1:
+        return _decode(q, pages, plan.heads, plan.decodes[0], scale)
     out = torch.empty(q.shape, dtype=q.dtype)
-    if plan.decodes is not None:
-        rows = plan.decodes.rows
-        out[rows] = _decode(q[rows], pages, plan.heads, plan.decodes, scale)
+    for group in plan.decodes:
+        if group.rows is None:
+            out[: group.count] = _decode(q[: group.count], pages, plan.heads, group, scale)
+        else:
+            out[group.rows] = _decode(q[group.rows], pages, plan.heads, group, scale)
     for chunk in plan.chunks:
         _prefill(q[chunk.rows], pages, plan, chunk, scale, out[chunk.rows])
     return out
 
 
 def _decode(q: Tensor, pages: Tensor, heads: HeadShape, group: Decodes, scale: float) -> Tensor:
-    """One query per sequence. The query heads of a K/V head become the rows of one product, so nothing is
-    repeated."""
-    H, d = heads.num_kv_heads, heads.head_dim
-    B = len(q)
-    kv = torch.index_select(pages, 0, group.pages).view(2, B, H, -1, d)
-    k, v = kv[0], kv[1]
-    if group.mask is None:
-        k, v = k[:, :, : group.length], v[:, :, : group.length]
-    queries = q.reshape(B, H, heads.group_size, d)
-    out = F.scaled_dot_product_attention(queries, k, v, attn_mask=group.mask, scale=scale)
-    return out.reshape(B, heads.num_heads, d)
+    """One query per sequence; the query heads of a K/V head become the rows of one product."""
+    B, H, G, d = group.count, heads.num_kv_heads, heads.group_size, heads.head_dim
+    k, v = torch.index_select(pages, 0, group.pages, out=group.gathered).view(2, B, H, -1, d).unbind()
+    if B < PRODUCT_BATCH or q.dtype != torch.bfloat16:
+        if group.mask is None:
+            k, v = k[:, :, : group.length], v[:, :, : group.length]
+        mask = None if group.mask is None else group.mask.expand(-1, -1, G, -1)
+        queries = q.reshape(B, H, G, d)
+        out = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, scale=scale)
+        return out.reshape(B, heads.num_heads, d)
+    scores = torch.bmm(q.reshape(B * H, G, d) * scale, k.view(B * H, -1, d).transpose(1, 2))
+    if group.mask is not None:
+        scores.view(B, H, G, -1).add_(group.mask)
+    return torch.bmm(scores.softmax(-1), v.view(B * H, -1, d)).view(B, heads.num_heads, d)
 
 
 def _prefill(

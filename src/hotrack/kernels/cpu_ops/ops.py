@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from hotrack.kernels.base import AttentionPlan, Ops
-from hotrack.kernels.cpu_ops import attention
+from hotrack.kernels.cpu_ops import attention, moe
 from hotrack.kernels.cpu_ops.attention import CpuAttentionPlan
 from hotrack.kernels.cpu_ops.linear import PackedGateUp, PackedLinear
 from hotrack.kernels.cpu_ops.norm import DoubledNorm
@@ -43,3 +43,6 @@ class CpuOps(Ops):
 
     def gate_up(self, weight: Tensor, bias: Tensor | None = None) -> LinearKernel:
         return PackedGateUp(weight, bias)
+
+    def moe_experts(self, x: Tensor, gate_up: Tensor, down: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+        return moe.moe_experts(x, gate_up, down, slots, weights)
