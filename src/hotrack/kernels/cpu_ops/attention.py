@@ -75,7 +75,7 @@ class CpuAttentionPlan(AttentionPlan):
         return (parts + first[None, :, None, :]).flatten()
 
     def _plan_decodes(self, dtype: torch.dtype) -> list[Decodes]:
-        """Sequences shorter than half of the longest get a group of their own, so that padding stays below half."""
+        """Sequences shorter than half of the longest get their own group: at most half is padding."""
         lens = self.batch.seq_lens[: self.batch.num_decodes]
         left, groups = list(range(len(lens))), []
         while left:

@@ -32,10 +32,9 @@ def _sorted(x: Tensor, gate_up: Tensor, down: Tensor, slots: Tensor) -> Tensor:
     T, k = slots.shape
     order = slots.flatten().argsort(stable=True)
     counts = torch.bincount(slots.flatten(), minlength=len(gate_up)).tolist()
-    rows = x.index_select(0, order // k).split(counts)
+    rows = torch.split(x.index_select(0, order // k), counts)
     used = [e for e, count in enumerate(counts) if count]
-    hidden = silu_and_mul(torch.cat([F.linear(rows[e], gate_up[e]) for e in used])).split(
-        [counts[e] for e in used]
-    )
-    results = torch.cat([F.linear(h, down[e]) for e, h in zip(used, hidden, strict=True)])
+    hidden = silu_and_mul(torch.cat([F.linear(rows[e], gate_up[e]) for e in used]))
+    parts = torch.split(hidden, [counts[e] for e in used])
+    results = torch.cat([F.linear(h, down[e]) for e, h in zip(used, parts, strict=True)])
     return torch.empty_like(results).index_copy_(0, order, results).view(T, k, -1)
