@@ -54,7 +54,7 @@ class CheckedMember:
         return await self._within(self.spec.deadlines.probe_s, self.member.memory_bytes(), "memory probe")
 
     async def start(self) -> None:
-        """Launch and wait until healthy; an external engine is only waited for, and woken.
+        """Launch and wait until healthy; an external engine is there already, and is woken.
 
         Raises:
             MemberFailedError: it ended or was not healthy in time; the message has its last output.

@@ -141,7 +141,8 @@ class Pool:
         await self._command("sleep", self.resolve(name))
 
     async def unload(self, name: str) -> None:
-        """Drain the member and end its process."""
+        """Drain the member and end its process. For a failed external engine: the operator's word that it is
+        gone and holds no memory; a healthy one is refused."""
         await self._command("unload", self.resolve(name))
 
     async def wake(self, name: str) -> None:

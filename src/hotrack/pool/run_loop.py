@@ -169,7 +169,7 @@ class RunLoop:
 
     def on_close(self) -> None:
         """Refuse everybody who waits; the caller then ends tasks and processes."""
-        self._closing = True
+        self._closing = self._contended = True  # no fast path any more
         for entry in self._entries.values():
             self._refuse_waiters(entry, lambda: DrainingError(CLOSING))
         commands, self._commands = [*self._commands], deque()
@@ -262,20 +262,21 @@ class RunLoop:
         log.info("%s: %s -> %s%s", name, old, new, f" ({reason})" if reason else "")
         self._effects.publish(StateChanged(self._clock.now(), name, old, new, reason))
 
-    def failed(self, name: str, error: HotrackError, *, holds: bool, hopeless: bool = False) -> None:
+    def failed(self, name: str, error: HotrackError, *, holds: bool | None, hopeless: bool = False) -> None:
         entry = self._entries[name]
         for lease in entry.leases:  # their connections broke with the process
             lease.state = RequestState.ENDED
         entry.leases.clear()
-        entry.holds = holds
-        entry.memory_bytes = entry.memory_bytes if holds else None
+        entry.holds = entry.holds if holds is None else holds
+        entry.memory_bytes = entry.memory_bytes if entry.holds else None
         entry.strike(error, self._clock.now(), self._policy)
         entry.last_failed_swap = self._record.number if self._record else 0
         if entry.state not in DOWN_STATES:
             self.moved(name, _S.FAILED, error.message)
         if entry.state is not _S.FAILED:
             return
-        if hopeless or entry.num_failures >= self._policy.max_failures:
+        given_up = entry.num_failures >= self._policy.max_failures and entry.spec.url is None
+        if hopeless or given_up:  # an external engine may come back whenever its owner likes
             self.moved(name, _S.QUARANTINED, f"{entry.num_failures} failures in a row")
 
     def measured(self, name: str, kind: str, num_bytes: int | None) -> None:
@@ -442,6 +443,9 @@ class RunLoop:
             return Switch(Cause.OPERATOR, victims=(entry.name,)) if ready else None
         assert command.kind in ("unload", "kill"), command.kind
         if entry.state is _S.STOPPED:
+            return None
+        if entry.spec.url is not None and entry.state in DOWN_STATES:
+            self.moved(entry.name, _S.STOPPED, "the operator says that it is gone")
             return None
         if entry.spec.url is not None:
             return MemberFailedError(

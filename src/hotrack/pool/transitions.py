@@ -29,9 +29,9 @@ class Sink(Protocol):
 
     def moved(self, name: str, new: MemberState, reason: str = "") -> None: ...
 
-    def failed(self, name: str, error: HotrackError, *, holds: bool, hopeless: bool = False) -> None:
-        """``holds``: it may still hold memory, because its process could not be ended. ``hopeless``: no
-        automatic remedy is left."""
+    def failed(self, name: str, error: HotrackError, *, holds: bool | None, hopeless: bool = False) -> None:
+        """``holds``: it may still hold memory, because its process could not be ended (None: as before).
+        ``hopeless``: no automatic remedy is left."""
         ...
 
     def measured(self, name: str, kind: str, num_bytes: int | None) -> None:
@@ -219,10 +219,14 @@ class Transitions:
 
     async def _start(self, name: str, record: SwapRecord) -> None:
         """STARTING -> VERIFYING once healthy; on failure FAILED, and raises MemberFailedError."""
-        began = self.clock.now()
+        member, began = self.members[name], self.clock.now()
+        if member.external and not await member.member.healthy():
+            gone = MemberFailedError(f"{name} does not answer at {member.member.endpoint}")
+            self.sink.failed(name, gone, holds=None)
+            raise gone
         self.sink.moved(name, _S.STARTING)
         try:
-            await self.members[name].start()
+            await member.start()
         except HotrackError as error:
             await self._fail(name, error)
             raise

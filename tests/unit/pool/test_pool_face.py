@@ -8,7 +8,7 @@ import pytest
 from fakes.clock import VirtualClock, run_virtual
 from fakes.fake_member import GIB, FakeMember, World
 from fakes.pool_rig import Rig, spec
-from hotrack.core.errors import ConfigError, ModelNotFoundError, SleepError
+from hotrack.core.errors import ConfigError, MemberFailedError, ModelNotFoundError, SleepError
 from hotrack.core.lifecycle import MemberState
 from hotrack.plan.ledger import DeviceBudget
 from hotrack.pool.events import Cause, Event, EventLog, StateChanged, SwapDone
@@ -117,6 +117,62 @@ def test_a_member_that_hangs_is_ended_and_comes_back() -> None:
             assert rig.state("a") is MemberState.STOPPED
             assert rig.swaps()[-1].cause is Cause.PROBE
             assert (await rig.request("a")).code == "ok"
+
+    run_virtual(main())
+
+
+def test_an_external_engine_may_come_late_and_blocks_nobody_until_then() -> None:
+    async def main() -> None:
+        world = World()
+        late = FakeMember(spec("a", command=(), url="http://a"), world, start_s=0.0)
+        async with Rig(specs=[late.spec, spec("b")], world=world, policy=QUIET) as rig:
+            assert rig.state("a") is MemberState.FAILED
+            assert (await rig.request("b")).code == "ok"
+            await asyncio.sleep(200)
+            assert rig.state("a") is MemberState.FAILED  # not given up
+            late.running = True
+            world.held["a"] = GIB
+            late.sleeping = True
+            await rig.pool.sleep("b")
+            await asyncio.sleep(400)
+            assert rig.state("a") is MemberState.ASLEEP
+            assert (await rig.request("a")).code == "ok"
+            assert world.violations == []
+
+    run_virtual(main())
+
+
+def test_a_lost_external_engine_counts_until_the_operator_says_it_is_gone() -> None:
+    async def main() -> None:
+        world = World()
+        far = FakeMember(
+            spec("a", command=(), url="http://a"), world, start_s=0.0, running=True, sleeping=True
+        )
+        async with Rig(specs=[far.spec, spec("b")], world=world, policy=QUIET) as rig:
+            assert (await rig.request("a")).code == "ok"
+            with pytest.raises(MemberFailedError, match="stop it where it was started"):
+                await rig.pool.unload("a")
+            assert (await rig.request("a")).code == "ok"
+            far.running = False  # nobody knows what became of its memory
+            await asyncio.sleep(30)
+            assert rig.state("a") is MemberState.FAILED
+            answer = await rig.request("b")
+            assert answer.code == "insufficient_memory"
+            assert answer.error is not None
+            assert "a is failed and may still hold memory" in answer.error.message
+            await rig.pool.unload("a")
+            world.held.pop("a")
+            assert (await rig.request("b")).code == "ok"
+
+    run_virtual(main())
+
+
+def test_nothing_is_granted_after_close() -> None:
+    async def main() -> None:
+        async with Rig(policy=QUIET) as rig:
+            await rig.request("a")
+            await rig.pool.close()
+            assert (await rig.request("a")).code == "draining"
 
     run_virtual(main())
 
