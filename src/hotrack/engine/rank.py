@@ -42,7 +42,7 @@ from hotrack.obs.log import get_logger, setup_logging
 PR_SET_PDEATHSIG = 1
 PROGRESS_INTERVAL_S = 0.1
 
-log = get_logger(__name__)
+log = get_logger("hotrack.engine.rank")
 
 
 class ServerLink:
@@ -50,6 +50,7 @@ class ServerLink:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], directory: str) -> None:
         self._socket = context.socket(zmq.PAIR)
+        self._socket.set_hwm(0)
         self._socket.connect(wire.server_endpoint(directory))
         self._last_progress = (0.0, "")
 
@@ -84,8 +85,16 @@ class FrameFeed:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], directory: str, size: int) -> None:
         self._sockets = [context.socket(zmq.PAIR) for _ in range(1, size)]
         for rank, socket in enumerate(self._sockets, 1):
+            socket.set_hwm(0)
             socket.bind(wire.frame_endpoint(directory, rank))
         self._steps = count()
+
+    def wait_for_followers(self) -> None:
+        """Return once every other rank has loaded and is connected (the sockets' directory is removed after
+        that).
+        """
+        for socket in self._sockets:
+            socket.recv()
 
     def next(self, messages: list[ToRank], digest: int | None) -> StepFrame:
         frame = StepFrame(
@@ -133,6 +142,7 @@ def run_follower(
     """
     socket = context.socket(zmq.PAIR)
     socket.connect(wire.frame_endpoint(directory, rank))
+    socket.send(b"")
     while True:
         frame = wire.frame_decoder.decode(socket.recv())
         if frame.plan_hash != core.last_digest:
@@ -179,10 +189,9 @@ def _serve(launch: wire.RankLaunch, context: zmq.Context[zmq.Socket[bytes]], lin
         progress=link.progress if link else None,
         hash_every=0 if tp.size == 1 else 1 if launch.debug else HASH_EVERY,
     )
-    if tp.size > 1:
-        dist.barrier(group=tp.group)  # ready means that every rank is
     try:
         if link is not None and feed is not None:
+            feed.wait_for_followers()
             link.send(_ready(built))
             run_leader(built.core, link, feed)
         else:
