@@ -2,6 +2,7 @@
 
 import json
 import socket
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -63,6 +64,25 @@ def test_double_sleep_and_double_wake_change_nothing(member: MemberProcess) -> N
     assert len(tokens(member)) == 24
 
 
+def test_kept_requests_go_on_with_the_same_tokens(member: MemberProcess) -> None:
+    fields = {**GREEDY, "max_tokens": 300, "stream": True}
+    _, undisturbed = member.post("/v1/completions", fields)
+    with closing(member.connect()) as connection:
+        connection.request("POST", "/v1/completions", json.dumps(fields))
+        with connection.getresponse() as reply:
+            begun = reply.readline().decode()
+            status, body = member.post("/sleep?level=1&mode=keep")
+            assert (status, body["status"]) == (200, "sleeping")
+            assert member.post("/wake_up")[1]["status"] == "awake"
+            rest = reply.read().decode()
+    assert streamed_text(begun + rest) == streamed_text(undisturbed)
+
+
+def streamed_text(events: str) -> str:
+    lines = [json.loads(line[6:]) for line in events.split("\n\n") if line.startswith("data: {")]
+    return "".join(line["choices"][0]["text"] for line in lines)
+
+
 def test_prefix_cache_shows_in_usage(member: MemberProcess) -> None:
     fields = {**GREEDY, "prompt": "a long enough shared beginning, " * 4}
     member.post("/v1/completions", fields)
@@ -76,8 +96,7 @@ def test_prefix_cache_shows_in_usage(member: MemberProcess) -> None:
 def test_stream_equals_whole_answer(member: MemberProcess) -> None:
     _, whole = member.post("/v1/completions", GREEDY)
     _, text = member.post("/v1/completions", {**GREEDY, "stream": True})
-    events = [json.loads(line[6:]) for line in text.split("\n\n") if line.startswith("data: {")]
-    assert "".join(e["choices"][0]["text"] for e in events) == whole["choices"][0]["text"]
+    assert streamed_text(text) == whole["choices"][0]["text"]
     assert text.endswith("data: [DONE]\n\n")
 
 

@@ -26,14 +26,17 @@ def scripted_member(
     engine: ScriptedEngine, *, template: str | None = CHAT_TEMPLATE, max_model_len: int = 512, **config: Any
 ) -> Member:
     metrics = MemberMetrics("demo")
+    options = ServerConfig(**config)
     return Member(
         names=("demo", "alias"),
         root="/models/demo",
-        config=ServerConfig(**config),
+        config=options,
         engine=engine,
         codec=Codec(byte_tokenizer(), max_model_len, VOCAB_SIZE),
         template=InlineTemplate(template, {}, timeout_s=5.0),
-        residency=Residency(engine, metrics, sleep_enabled=True),
+        residency=Residency(
+            engine, metrics, sleep_enabled=True, max_requests=options.max_concurrent_requests
+        ),
         metrics=metrics,
         eos_token_ids=(EOS,),
     )

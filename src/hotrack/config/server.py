@@ -11,7 +11,8 @@ class ServerConfig:
     """``uds`` replaces host and port. ``port`` 0 takes a free one. ``served_model_names``: the first is the
     name in answers.
 
-    ``max_body_bytes``: larger request bodies get 413. ``drain_timeout_s``: how long running requests may
+    ``max_body_bytes``: larger request bodies get 413. ``max_concurrent_requests``: more at once, running and
+    waiting together, get 429. ``drain_timeout_s``: how long running requests may
     finish after SIGTERM. ``template_timeout_s``: how long one chat template may render.
     ``generation_config``: 'auto' takes default sampling values from the model's generation_config.json,
     'vllm' does not.
@@ -28,6 +29,7 @@ class ServerConfig:
     chat_template: str | None = None
     generation_config: str = "auto"
     max_body_bytes: int = 8 * 2**20
+    max_concurrent_requests: int = 4096
     drain_timeout_s: float = 30.0
     template_timeout_s: float = 5.0
     log_level: str | None = None
@@ -37,6 +39,10 @@ class ServerConfig:
             raise ConfigError(f"--port must be in [0, 65535], got {self.port}")
         if self.generation_config not in ("auto", "vllm"):
             raise ConfigError(f"--generation-config must be auto or vllm, got {self.generation_config!r}")
+        if self.max_concurrent_requests < 1:
+            raise ConfigError(
+                f"--max-concurrent-requests must be at least 1, got {self.max_concurrent_requests}"
+            )
         if self.max_body_bytes < 1024:
             raise ConfigError(f"--max-body-bytes must be at least 1024, got {self.max_body_bytes}")
         for name in ("drain_timeout_s", "template_timeout_s"):

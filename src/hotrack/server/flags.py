@@ -59,6 +59,7 @@ _SERVER_FIELDS = {
     "host",
     "log_level",
     "max_body_bytes",
+    "max_concurrent_requests",
     "port",
     "template_timeout_s",
     "uds",
@@ -103,6 +104,9 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--template-timeout", type=float, dest="template_timeout_s", metavar="SECONDS", help="default 5"
+    )
+    group.add_argument(
+        "--max-concurrent-requests", type=int, metavar="N", help="more at once get 429 (default 4096)"
     )
     group.add_argument("--log-level", choices=("debug", "info", "warning", "error"))
 

@@ -36,6 +36,9 @@ R = TypeVar("R")
 # After the engine's death: how long to let clients and probes read the reason before the process ends.
 _LAST_WORDS_S = 1.0
 _ANSWER_TIMEOUT_S = 5.0
+# Longer than a gateway keeps an idle connection, so that it is never this side that closes one under a
+# request.
+_KEEP_ALIVE_S = 120
 
 
 class _Uvicorn(uvicorn.Server):
@@ -114,7 +117,12 @@ async def _load(
         engine=client,
         codec=Codec(assets.tokenizer, int(info["max_model_len"]), int(info["vocab_size"])),
         template=template,
-        residency=Residency(client, metrics, sleep_enabled=local_config.enable_sleep_mode),
+        residency=Residency(
+            client,
+            metrics,
+            sleep_enabled=local_config.enable_sleep_mode,
+            max_requests=config.max_concurrent_requests,
+        ),
         metrics=metrics,
         eos_token_ids=assets.eos_token_ids,
         sampling_defaults=(
@@ -155,6 +163,7 @@ async def _serve(
         access_log=False,
         server_header=False,
         proxy_headers=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(_ANSWER_TIMEOUT_S),
     )
     server = _Uvicorn(options)

@@ -11,6 +11,7 @@ from hotrack.core.errors import (
     EngineDeadError,
     HotrackError,
     ModelAsleepError,
+    QueueFullError,
     RequestError,
 )
 from hotrack.core.lifecycle import EngineState, SleepLevel, SleepMode
@@ -24,10 +25,13 @@ class Residency:
     """Admission, sleep and wake. Transitions run one at a time and are not undone by a client that hangs
     up."""
 
-    def __init__(self, engine: Engine, metrics: MemberMetrics, *, sleep_enabled: bool) -> None:
+    def __init__(
+        self, engine: Engine, metrics: MemberMetrics, *, sleep_enabled: bool, max_requests: int
+    ) -> None:
         self._engine = engine
         self._metrics = metrics
         self._sleep_enabled = sleep_enabled
+        self._max_requests = max_requests
         self._turn = asyncio.Lock()
         self._live: set[Generation] = set()
         self._idle = asyncio.Event()
@@ -52,6 +56,12 @@ class Residency:
             raise ModelAsleepError(
                 f"the model is {self.state.value.replace('_', ' ')}; wake it with POST /wake_up and send "
                 "the request again",
+                retry_after_s=1,
+            )
+        if len(self._live) >= self._max_requests:
+            raise QueueFullError(
+                f"{len(self._live)} requests are running or waiting, as many as this server takes at once "
+                "(--max-concurrent-requests); send the request again later",
                 retry_after_s=1,
             )
 

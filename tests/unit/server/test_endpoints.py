@@ -243,6 +243,40 @@ def test_client_gone_aborts_in_the_engine(stream: bool) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_client_gone_while_queued(stream: bool) -> None:
+    async def scenario() -> None:
+        engine = ScriptedEngine()
+        engine.pause()
+        pending = start(
+            create_app(scripted_member(engine)), "POST", CHAT, {"messages": USER, "stream": stream}
+        )
+        await until(lambda: engine.requests)
+        pending.hang_up()
+        await asyncio.wait_for(pending.task, 5)
+        assert len(engine.aborted) == 1
+
+    asyncio.run(scenario())
+
+
+def test_more_requests_than_the_server_takes() -> None:
+    async def scenario() -> None:
+        engine = ScriptedEngine()
+        engine.pause()
+        app = create_app(scripted_member(engine, max_concurrent_requests=2))
+        waiting = [start(app, "POST", CHAT, {"messages": USER}) for _ in range(2)]
+        await until(lambda: len(engine.requests) == 2)
+        refused = await call(app, "POST", CHAT, {"messages": USER})
+        assert (refused.status, refused.error["code"]) == (429, "queue_full")
+        assert refused.headers["retry-after"] == "1"
+        engine.resume()
+        await asyncio.gather(*(pending.task for pending in waiting))
+        assert [pending.reply.status for pending in waiting] == [200, 200]
+        assert (await call(app, "POST", CHAT, {"messages": USER})).status == 200
+
+    asyncio.run(scenario())
+
+
 def test_slow_readers_get_outputs_together() -> None:
     async def scenario() -> None:
         engine = ScriptedEngine(say("x" * 50))
