@@ -1,6 +1,7 @@
 """The command line as a user meets it: real processes, real exit codes."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -54,6 +55,22 @@ def test_ps_chat_sleep_and_wake(pool: ServedPool) -> None:
     refused = hotrack("sleep", "b", "--url", pool.api.url, "--admin-key", "user")
     assert (refused.returncode, refused.stdout) == (1, "")
     assert "use an admin key" in refused.stderr
+
+
+def test_serve_can_say_in_json_where_it_listens(tmp_path: Path) -> None:
+    path = tmp_path / "pool.yaml"
+    path.write_text(POOL)
+    command = [sys.executable, "-m", "hotrack", "serve", str(path), "--port", "0", "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+    ) as process:
+        assert process.stdout is not None
+        listening, ready = json.loads(process.stdout.readline()), json.loads(process.stdout.readline())
+        process.terminate()
+    assert (listening["event"], ready["event"], ready["models"]) == ("listening", "ready", ["a", "b"])
+    assert ready["url"].startswith("http://127.0.0.1:")
+    assert process.returncode == 0
 
 
 def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:

@@ -125,6 +125,15 @@ def test_endless_headers_are_cut(pool: ServedPool) -> None:
         assert b" 400 " in answer
 
 
+def test_logs_of_a_member_are_streamed(pool: ServedPool) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", int(pool.api.url.rsplit(":", 1)[1]), timeout=10)
+    connection.request("GET", "/logs/stream/a")
+    response = connection.getresponse()
+    assert response.status == 200
+    assert b"stub member a" in response.readline()
+    connection.close()
+
+
 def test_unknown_models_and_broken_bodies_are_typed(pool: ServedPool) -> None:
     with pytest.raises(ServerError, match="served models: a, b") as caught:
         ask(pool, "nope", "x")

@@ -107,6 +107,7 @@ def main() -> None:
     parser.add_argument("--name", default="m")
     parser.add_argument("--mib", type=int, default=64)
     options = parser.parse_args()
+    print(f"stub member {options.name} holds {options.mib} MiB", flush=True)
     app = StubMember(options.name, options.mib << 20)
     uvicorn.run(
         app, host="127.0.0.1", port=options.port or 0, uds=options.uds, log_level="warning", lifespan="off"

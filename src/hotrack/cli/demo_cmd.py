@@ -2,6 +2,7 @@
 
 import shutil
 import tempfile
+import threading
 import time
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -44,7 +45,7 @@ def demo(
     try:
         ok = _Demo(console, folder, keep, json_output).play(_fetch(first), _fetch(second))
     finally:
-        if ok:
+        if ok or not any(folder.iterdir()):
             shutil.rmtree(folder, ignore_errors=True)
         else:
             console.print(f"logs are in {folder}")
@@ -110,11 +111,17 @@ class _Demo:
         from hotrack.cli.demo_script import MIB
 
         names = " and ".join(model.name for model in models)
+        cancelled = threading.Event()
         with (
             self._console.status(f"{names} answer alone, before they ever sleep"),
             ThreadPoolExecutor() as pool,
         ):
-            found = list(pool.map(lambda model: reference(model, MAX_MODEL_LEN, self._folder), models))
+            jobs = [pool.submit(reference, model, MAX_MODEL_LEN, self._folder, cancelled) for model in models]
+            try:
+                found = [job.result() for job in jobs]
+            except BaseException:  # Ctrl-C, or one failed: the other need not go on
+                cancelled.set()
+                raise
         for model, facts in zip(models, found, strict=True):
             sizes = (facts.resident_bytes, facts.awake_bytes, facts.asleep_bytes)
             resident, awake, asleep = (f"{size / MIB:.0f} MiB" for size in sizes)

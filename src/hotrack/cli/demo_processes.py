@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,9 +34,12 @@ class DemoError(HotrackError):
 class Running:
     """A process of ours with its output in ``log``."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", log: Path) -> None:
+    def __init__(
+        self, process: "subprocess.Popen[bytes]", log: Path, cancelled: threading.Event | None = None
+    ) -> None:
         self.process = process
         self.log = log
+        self._cancelled = cancelled or threading.Event()
 
     def check(self) -> None:
         """Raises DemoError with the end of the log when the process is gone."""
@@ -51,12 +55,15 @@ class Running:
             if value := condition():
                 return value
             self.check()
-            time.sleep(POLL_S)
+            if self._cancelled.wait(POLL_S):
+                raise DemoError("cancelled")
         raise DemoError(f"{self.log.stem}: not {what} within {START_TIMEOUT_S:g} s; see {self.log}")
 
 
 @contextmanager
-def run(name: str, arguments: Sequence[str], folder: Path) -> Iterator[Running]:
+def run(
+    name: str, arguments: Sequence[str], folder: Path, cancelled: threading.Event | None = None
+) -> Iterator[Running]:
     """``python -m ARGUMENTS`` with its output in ``folder``; ended on leaving, by SIGKILL if need be."""
     log = folder / f"{name}.log"
     with log.open("wb") as output:
@@ -69,7 +76,7 @@ def run(name: str, arguments: Sequence[str], folder: Path) -> Iterator[Running]:
             preexec_fn=die_with_parent(os.getpid()),
         )
     try:
-        yield Running(process, log)
+        yield Running(process, log, cancelled)
     finally:
         _end(process)
 
@@ -85,21 +92,27 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 @contextmanager
-def engine(name: str, model: str, flags: Sequence[str], folder: Path) -> Iterator[tuple[Api, int]]:
+def engine(
+    name: str, model: str, flags: Sequence[str], folder: Path, cancelled: threading.Event
+) -> Iterator[tuple[Api, int]]:
     """A server of one model, ready; and its pid."""
     port = free_port()
     arguments = ["hotrack.server", model, "--port", str(port), "--served-model-name", name, *flags]
-    with run(f"{name}-alone", arguments, folder) as running:
+    with run(f"{name}-alone", arguments, folder, cancelled) as running:
         api = Api(f"http://127.0.0.1:{port}")
         running.wait_for(lambda: _answers(api, "/health"), "ready")
         yield api, running.process.pid
 
 
-def reference(model: DemoModel, max_model_len: int, folder: Path) -> Reference:
-    """Start the engine alone, ask before it ever sleeps, then measure one sleep; end it."""
+def reference(model: DemoModel, max_model_len: int, folder: Path, cancelled: threading.Event) -> Reference:
+    """Start the engine alone, ask before it ever sleeps, then measure one sleep; end it.
+
+    Raises:
+        DemoError: it did not start, or ``cancelled`` was set meanwhile.
+    """
     flags = ["--max-model-len", str(max_model_len), "--kv-cache-memory-bytes", model.kv_cache]
     answers = []
-    with engine(model.name, model.model, flags, folder) as (api, pid):
+    with engine(model.name, model.model, flags, folder, cancelled) as (api, pid):
         for question in model.questions:
             answers.append(ask(api, model.name, question, stream=False, echo=_ignore))
             api.post("/reset_prefix_cache")  # in the pool each question comes after a wake, caches empty

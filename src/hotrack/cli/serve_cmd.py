@@ -1,5 +1,6 @@
 """`hotrack serve pool.yaml`: several models behind one address."""
 
+import json
 import sys
 from dataclasses import replace
 from functools import partial
@@ -26,6 +27,12 @@ def serve(
     admin_key: Annotated[str | None, typer.Option(help="For sleep, wake, unload, logs.")] = None,
     access_log: Annotated[bool, typer.Option("--access-log", help="One line per request.")] = False,
     log_dir: Annotated[Path | None, typer.Option(help="One log file per member here.")] = None,
+    json_output: Annotated[
+        bool,
+        typer.Option(
+            "--json", help="Also say on stdout, in JSON lines, where it listens and when it is ready."
+        ),
+    ] = False,
 ) -> None:
     """Serve the models of a pool file; they take turns on the devices they share."""
     from hotrack.config import env
@@ -52,9 +59,22 @@ def serve(
     for warning in plan_warnings(config):
         _say(f"warning: {warning}")
     bound = listener.getsockname()[1]
-    shown = f"[{host}]" if ":" in host else host
-    _say(f"listening on http://{shown}:{bound} ({len(config.models)} models: {', '.join(config.models)})")
-    run(config, listener, keys, access_log=access_log, log_dir=log_dir, on_ready=lambda: _say("ready"))
+    url = f"http://{f'[{host}]' if ':' in host else host}:{bound}"
+
+    def announce(event: str, text: str) -> None:
+        _say(text)
+        if json_output:
+            print(json.dumps({"event": event, "url": url, "models": list(config.models)}), flush=True)
+
+    announce("listening", f"listening on {url} ({len(config.models)} models: {', '.join(config.models)})")
+    run(
+        config,
+        listener,
+        keys,
+        access_log=access_log,
+        log_dir=log_dir,
+        on_ready=lambda: announce("ready", "ready"),
+    )
 
 
 def _fetch_models(config: "PoolConfig") -> "PoolConfig":

@@ -90,7 +90,7 @@ def _check_model(document: Document, name: str, model: ModelConfig) -> None:
         document.fail((*place, "model"), "give either 'model' (hotrack runs it) or 'cmd'/'proxy', not both")
     if model.model is None and model.cmd is None and model.proxy is None:
         document.fail(
-            place, "needs 'model' (hotrack runs it), 'cmd' (start that server) or 'proxy' (a running one)"
+            place, "needs 'model' (hotrack runs it), 'cmd' (a server to start) or 'proxy' (one that runs)"
         )
     if model.proxy is not None and not model.proxy.startswith(("http://", "https://")):
         document.fail((*place, "proxy"), f"must be an http URL, got {model.proxy!r}")
@@ -115,6 +115,8 @@ def _check_names(document: Document, config: PoolConfig) -> None:
 
 def _check_preload(document: Document, config: PoolConfig, reading: Reading) -> None:
     known = {alias for model in config.models.values() for alias in model.aliases} | set(config.models)
+    if len(config.hooks.on_startup.preload) > 1:
+        reading.warnings.append("hooks.on_startup.preload: only the first model is woken at start")
     for index, name in enumerate(config.hooks.on_startup.preload):
         if name in config.selectors:
             reading.warnings.append(f"hooks.on_startup.preload: {name!r} is a selector and is not preloaded")

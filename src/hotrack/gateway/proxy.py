@@ -60,6 +60,7 @@ class _Interruption:
 
     def __init__(self) -> None:
         self.error: Exception | None = None
+        self._closed = False
         task = asyncio.current_task()
         assert task is not None
         self._task = task
@@ -77,8 +78,12 @@ class _Interruption:
             )
         )
 
+    def close(self) -> None:
+        """From now on nothing interrupts: the outcome is decided and only has to be written."""
+        self._closed = True
+
     def _stop(self, error: Exception) -> None:
-        if self.error is None:
+        if self.error is None and not self._closed:
             self.error = error
             self._task.cancel()
 
@@ -141,6 +146,7 @@ class Proxy:
         except asyncio.CancelledError:
             await self._fail(call, interruption.reason())
         except (HotrackError, UpstreamError, ClientGoneError) as error:
+            interruption.close()
             await self._fail(call, error)
         finally:
             if watcher is not None:
@@ -164,7 +170,7 @@ class Proxy:
             call.granted = True
             watcher = asyncio.create_task(interruption.when_abandoned(lease, member))
             try:
-                connections = self._upstreams.of(lease.endpoint)
+                connections = self._upstreams.of(member, lease.endpoint)
                 response = await connections.request(b"POST", call.target, call.headers, call.body)
                 try:
                     await call.reply.forward(response, lease.first_byte)

@@ -68,7 +68,7 @@ def uvicorn_config(app: Any, *, access_log: bool = False) -> uvicorn.Config:
         lifespan="off",
         interface="asgi3",
         access_log=access_log,
-        log_level="warning",
+        log_level="info" if access_log else "warning",
         server_header=False,
         date_header=False,
         timeout_keep_alive=75,
@@ -127,8 +127,8 @@ async def _serve(
     pool = Pool(member_specs(config), pool_policy(config), budgets=device_budgets(config), log_dir=log_dir)
     app = create_app(pool, config, keys)
     server = Server(uvicorn_config(app, access_log=access_log))
-    preload = config.hooks.on_startup.preload
-    starting = asyncio.create_task(_start(pool, app, next(iter(preload), None), on_ready))
+    preload = next(iter(config.hooks.on_startup.preload), None)
+    starting = asyncio.create_task(_start(pool, app, preload, on_ready))
     try:
         await server.serve(sockets=[listener])
     finally:

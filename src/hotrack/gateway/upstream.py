@@ -225,26 +225,23 @@ class MemberConnections:
         self.address = address
         self._idle: list[_Connection] = []
 
-    async def request(
-        self, method: bytes, target: bytes, headers: Headers, body: bytes, *, timeout_s: float | None = None
-    ) -> UpstreamResponse:
-        """Send one request and wait for the response's headers.
+    async def request(self, method: bytes, target: bytes, headers: Headers, body: bytes) -> UpstreamResponse:
+        """Send one request and wait for the response's headers, however long that takes.
 
         A kept-alive connection that turns out closed before a byte of response arrived is replaced once by a
         fresh one; nothing else is retried.
 
         Raises:
-            UpstreamError: no connection, no answer, or a malformed one; TimeoutError after ``timeout_s``.
+            UpstreamError: no connection, no answer, or a malformed one.
         """
         message = self._serialise(method, target, headers, body)
-        async with asyncio.timeout(timeout_s):
-            while True:
-                connection = self._take_idle() or await self._connect()
-                try:
-                    return await self._exchange(connection, message)
-                except UpstreamError as error:
-                    if error.started or not connection.reused:
-                        raise
+        while True:
+            connection = self._take_idle() or await self._connect()
+            try:
+                return await self._exchange(connection, message)
+            except UpstreamError as error:
+                if error.started or not connection.reused:
+                    raise
 
     async def _exchange(self, connection: _Connection, message: bytes) -> UpstreamResponse:
         assert connection.transport is not None

@@ -1,4 +1,4 @@
-"""Connections to members, by endpoint."""
+"""Connections to members, by name."""
 
 from urllib.parse import urlsplit
 
@@ -7,21 +7,20 @@ from hotrack.members.endpoint import Endpoint
 
 
 class Upstreams:
-    """One ``MemberConnections`` per distinct endpoint. Endpoints are few: a member keeps its own."""
+    """One ``MemberConnections`` per member, for as long as it listens at the same place."""
 
     def __init__(self) -> None:
-        self._by_endpoint: dict[Endpoint, MemberConnections] = {}
+        self._by_member: dict[str, tuple[Endpoint, MemberConnections]] = {}
 
-    def of(self, endpoint: Endpoint) -> MemberConnections:
-        connections = self._by_endpoint.get(endpoint)
-        if connections is None:
-            connections = self._by_endpoint[endpoint] = MemberConnections(to_address(endpoint))
+    def of(self, member: str, endpoint: Endpoint) -> MemberConnections:
+        known = self._by_member.get(member)
+        if known is not None and known[0] == endpoint:
+            return known[1]
+        if known is not None:  # restarted somewhere else
+            known[1].close()
+        connections = MemberConnections(to_address(endpoint))
+        self._by_member[member] = (endpoint, connections)
         return connections
-
-    def close(self) -> None:
-        for connections in self._by_endpoint.values():
-            connections.close()
-        self._by_endpoint.clear()
 
 
 def to_address(endpoint: Endpoint) -> Address:
