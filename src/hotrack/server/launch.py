@@ -168,7 +168,7 @@ async def _serve(
     )
     server = _Uvicorn(options)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
-    await server.listening.wait()
+    await _until_listening(server, serving)
     log.info("%s ready at %s in %.1f s", member.names[0], listen.describe(sock), monotonic() - started)
     stopping = asyncio.create_task(stop.wait())
     first: set[asyncio.Future[Any]] = {serving, death, stopping}
@@ -181,6 +181,20 @@ async def _serve(
     server.should_exit = True
     await serving
     return 1 if death.done() else 0
+
+
+async def _until_listening(server: _Uvicorn, serving: asyncio.Task[None]) -> None:
+    """Raises ConfigError when another process began to listen on the same port while this one was loading."""
+    listening = asyncio.create_task(server.listening.wait())
+    await asyncio.wait({serving, listening}, return_when=asyncio.FIRST_COMPLETED)
+    if not listening.done():
+        listening.cancel()
+        try:
+            await serving
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen: {error.strerror or error}; pass --port 0 for a free one"
+            ) from None
 
 
 async def _say_dead(member: Member, error: EngineDeadError) -> None:
