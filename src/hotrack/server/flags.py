@@ -46,7 +46,8 @@ def parse_flags(argv: Sequence[str]) -> tuple[EngineConfig, ServerConfig]:
     values = {name: value for name, value in vars(known).items() if value is not None}
     names = tuple(values.pop("served_model_name", ()))
     server = {name: values.pop(name) for name in _SERVER_FIELDS & values.keys()}
-    server.setdefault("api_key", env.api_key())
+    if "uds" not in server:  # a gateway's own key must not lock its members; the socket's mode guards it
+        server.setdefault("api_key", env.api_key())
     engine = EngineConfig(**values, served_model_name=names[0] if names else None)
     return engine, ServerConfig(**server, served_model_names=names)
 
@@ -86,7 +87,9 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     group.add_argument("--port", type=int, help="port to listen on; 0 takes a free one (default 8000)")
     group.add_argument("--uds", metavar="PATH", help="listen on a Unix socket instead")
-    group.add_argument("--api-key", metavar="KEY", help="key clients must send (default: HOTRACK_API_KEY)")
+    group.add_argument(
+        "--api-key", metavar="KEY", help="key clients must send (default: HOTRACK_API_KEY, without --uds)"
+    )
     group.add_argument(
         "--served-model-name", nargs="+", metavar="NAME", help="names clients use; the first is shown"
     )

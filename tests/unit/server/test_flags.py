@@ -49,6 +49,8 @@ def test_defaults_are_those_of_config(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_key_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOTRACK_API_KEY", "secret")
     assert parse_flags(["m"])[1].api_key == "secret"
+    assert parse_flags(["m", "--uds", "/tmp/s"])[1].api_key is None
+    assert parse_flags(["m", "--uds", "/tmp/s", "--api-key", "k"])[1].api_key == "k"
 
 
 @pytest.mark.parametrize(
