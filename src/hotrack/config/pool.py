@@ -31,18 +31,24 @@ class FiltersConfig:
 class EngineOptions:
     """Options of hotrack's own engine; the names are those of ``hotrack engine``'s flags."""
 
-    dtype: str | None = option(Text(DTYPES), None)
-    device: str | None = option(Text(DEVICES), None)
-    tensor_parallel_size: int | None = option(Number(1), None)
-    max_model_len: int | None = option(Number(1), None)
-    max_num_seqs: int | None = option(Number(1), None)
-    max_num_batched_tokens: int | None = option(Number(1), None)
-    block_size: int | None = option(Number(1), None)
-    gpu_memory_utilization: float | None = option(Number(0, 1, whole=False), None)
-    kv_cache_memory_bytes: int | None = option(Size(), None, key="kv_cache_memory")
-    enable_prefix_caching: bool | None = option(Flag(), None)
-    num_threads: int | None = option(Number(1), None)
-    seed: int | None = option(Number(0), None)
+    dtype: str | None = option(Text(DTYPES), None, doc="Of weights and KV; auto: the checkpoint's.")
+    device: str | None = option(Text(DEVICES), None, doc="auto: cuda where there is one, else cpu.")
+    tensor_parallel_size: int | None = option(Number(1), None, doc="Ranks that share the model.")
+    max_model_len: int | None = option(Number(1), None, doc="Prompt plus completion, in tokens.")
+    max_num_seqs: int | None = option(Number(1), None, doc="Sequences in one batch.")
+    max_num_batched_tokens: int | None = option(Number(1), None, doc="Tokens in one step.")
+    block_size: int | None = option(Number(1), None, doc="Tokens in one KV block.")
+    gpu_memory_utilization: float | None = option(
+        Number(0, 1, whole=False), None, doc="Share of the device for weights, KV and workspace."
+    )
+    kv_cache_memory_bytes: int | None = option(
+        Size(), None, key="kv_cache_memory", doc="KV cache; wins over gpu_memory_utilization."
+    )
+    enable_prefix_caching: bool | None = option(Flag(), None, doc="Reuse KV of equal prompt beginnings.")
+    num_threads: int | None = option(Number(1), None, doc="CPU threads of one rank.")
+    seed: int | None = option(
+        Number(0), None, doc="Accepted for vLLM; requests bring their own seed, or get a random one."
+    )
     args: tuple[str, ...] = option(ListOf(Text()), (), doc="Further command-line arguments, as they are.")
 
 
@@ -56,12 +62,14 @@ class MemberMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryConfig:
-    enabled: bool = option(Flag(), True)
+    enabled: bool = option(Flag(), True, doc="Ask the canary after every start and wake.")
     prompts: tuple[str, ...] | None = option(
         ListOf(Text()), None, doc="Greedy prompts asked after every wake."
     )
-    max_tokens: int | None = option(Number(1, 256), None)
-    logprob_tolerance: float | None = option(SECONDS, None)
+    max_tokens: int | None = option(Number(1, 256), None, doc="Tokens compared per prompt.")
+    logprob_tolerance: float | None = option(
+        SECONDS, None, doc="Most that the first token's logprob may change."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,33 +77,37 @@ class ModelConfig:
     """One member: hotrack runs ``model``; ``cmd`` starts another server; ``proxy`` alone is run elsewhere."""
 
     model: str | None = option(Text(), None, doc="Folder, GGUF file, Hugging Face repo id or demo name.")
-    engine: EngineOptions = option(Block(EngineOptions), EngineOptions)
+    engine: EngineOptions = option(
+        Block(EngineOptions), EngineOptions, doc="Options of hotrack's own engine."
+    )
     cmd: str | None = option(Text(), None, doc="Starts a server that listens on ${PORT} or ${SOCKET}.")
     cmd_stop: str | None = option(
         Text(), None, key="cmdStop", differs=_ACCEPTED + "members are stopped with SIGTERM, then SIGKILL"
     )
     proxy: str | None = option(Text(), None, doc="Base URL of a server run elsewhere.")
-    check_endpoint: str = option(Text(), "/health", key="checkEndpoint")
+    check_endpoint: str = option(
+        Text(), "/health", key="checkEndpoint", doc="Path that answers 200 when the server is up."
+    )
     ttl_s: float | None = option(
         Number(-1, whole=False), None, key="ttl", doc="Sleep after that many idle seconds."
     )
-    unload_timeout_s: float | None = option(Duration(), None, key="unloadTimeout")
+    unload_timeout_s: float | None = option(Duration(), None, key="unloadTimeout", doc="SIGTERM to SIGKILL.")
     env: tuple[str, ...] = option(ListOf(Text()), (), doc="NAME=value strings.")
-    aliases: tuple[str, ...] = option(ListOf(Text()), ())
+    aliases: tuple[str, ...] = option(ListOf(Text()), (), doc="Further names for this model.")
     use_model_name: str | None = option(
         Text(), None, key="useModelName", doc="The name the server itself uses."
     )
-    filters: FiltersConfig = option(Block(FiltersConfig), FiltersConfig)
+    filters: FiltersConfig = option(Block(FiltersConfig), FiltersConfig, doc="Changes to request bodies.")
     metadata: dict[str, Any] = option(MapOf(Anything()), {}, doc="Shown in /v1/models.")
     capabilities: dict[str, Any] = option(MapOf(Anything()), {}, doc="Shown in /v1/models.")
     concurrency_limit: int = option(
         Number(0), 0, key="concurrencyLimit", doc="Requests at once; 0 = no limit.",
         differs="requests above it queue (pool.policy.max_queue) instead of getting a 429",
     )  # fmt: skip
-    unlisted: bool = option(Flag(), False)
+    unlisted: bool = option(Flag(), False, doc="Served, but not shown in /v1/models.")
     name: str = option(Text(), "", doc="Display name.")
-    description: str = option(Text(), "")
-    macros: dict[str, Any] = option(MapOf(Anything()), {})
+    description: str = option(Text(), "", doc="Shown in /v1/models.")
+    macros: dict[str, Any] = option(MapOf(Anything()), {}, doc="Names for ${name}.")
     send_loading_state: bool | None = option(
         Flag(), None, key="sendLoadingState", differs=_ACCEPTED + "waiting streams get SSE comments instead"
     )
@@ -107,7 +119,7 @@ class ModelConfig:
     pinned: bool = option(Flag(), False, doc="Never put to sleep for another member.")
     auto_wake: bool = option(Flag(), True, doc="Wake on a request; otherwise answer 503 model_asleep.")
     sleep_level: int | None = option(Number(0, 2), None, doc="vLLM's sleep level; 0 = stop instead of sleep.")
-    device_group: str = option(Text(), "default")
+    device_group: str = option(Text(), "default", doc="Members of one group share devices and one budget.")
     memory: MemberMemory = option(Block(MemberMemory), MemberMemory)
     canary: CanaryConfig | None = option(Block(CanaryConfig), None)
 
@@ -116,7 +128,9 @@ class ModelConfig:
 class MemoryConfig:
     """What the members may use together on each device of their group."""
 
-    budget_bytes: int | None = option(Size(), None, key="budget", doc="Default: what the device has.")
+    budget_bytes: int | None = option(
+        Size(), None, key="budget", doc="Bytes for all members of a group; without it one is awake at a time."
+    )
     margin_bytes: int | None = option(Size(), None, key="margin", doc="Kept free for what nobody measured.")
 
 
@@ -125,35 +139,55 @@ class SleepConfig:
     """How members fall asleep and wake; every step has a deadline."""
 
     level: int | None = option(Number(0, 2), None, doc="1 keeps weights on the host, 2 drops them, 0 stops.")
-    start_s: float | None = option(Duration(), None, key="start_timeout")
+    start_s: float | None = option(Duration(), None, key="start_timeout", doc="Launch to a healthy answer.")
     drain_s: float | None = option(
         Duration(), None, key="drain_timeout", doc="Running requests may take that long."
     )
-    sleep_s: float | None = option(Duration(), None, key="sleep_timeout")
+    sleep_s: float | None = option(Duration(), None, key="sleep_timeout", doc="The /sleep call.")
     release_s: float | None = option(
         Duration(), None, key="release_timeout", doc="Memory must be measured gone."
     )
-    wake_s: float | None = option(Duration(), None, key="wake_timeout")
-    canary_s: float | None = option(Duration(), None, key="canary_timeout")
-    probe_s: float | None = option(Duration(), None, key="probe_timeout")
-    stop_s: float | None = option(Duration(), None, key="stop_timeout")
+    wake_s: float | None = option(
+        Duration(), None, key="wake_timeout", doc="The /wake_up call, and memory measured back."
+    )
+    canary_s: float | None = option(Duration(), None, key="canary_timeout", doc="One canary prompt.")
+    probe_s: float | None = option(
+        Duration(), None, key="probe_timeout", doc="One health or memory question."
+    )
+    stop_s: float | None = option(Duration(), None, key="stop_timeout", doc="SIGTERM to SIGKILL.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyConfig:
     """Fairness between members; see ``hotrack.pool.policy`` for what each does and its default."""
 
-    min_residency_s: float | None = option(Duration(), None, key="min_residency")
-    max_residency_s: float | None = option(Duration(), None, key="max_residency")
-    max_batch_requests: int | None = option(Number(1), None)
-    max_wait_s: float | None = option(Duration(), None, key="max_wait")
-    max_queue: int | None = option(Number(1), None)
-    max_queue_wait_s: float | None = option(Duration(), None, key="max_queue_wait")
-    ageing_s: float | None = option(Duration(), None, key="ageing")
-    probe_interval_s: float | None = option(Duration(), None, key="probe_interval")
-    backoff_s: float | None = option(Duration(), None, key="backoff")
-    max_backoff_s: float | None = option(Duration(), None, key="max_backoff")
-    max_failures: int | None = option(Number(1), None)
+    min_residency_s: float | None = option(
+        Duration(), None, key="min_residency", doc="No switch sooner after a member became ready."
+    )
+    max_residency_s: float | None = option(
+        Duration(), None, key="max_residency", doc="Turn of a busy member while others wait."
+    )
+    max_batch_requests: int | None = option(Number(1), None, doc="Requests in one turn while others wait.")
+    max_wait_s: float | None = option(
+        Duration(), None, key="max_wait", doc="A request that waited longer makes the switch due."
+    )
+    max_queue: int | None = option(
+        Number(1), None, doc="Requests waiting per member; more get 429 queue_full."
+    )
+    max_queue_wait_s: float | None = option(
+        Duration(), None, key="max_queue_wait", doc="Longest wait; then 504 deadline_exceeded."
+    )
+    ageing_s: float | None = option(
+        Duration(), None, key="ageing", doc="Waiting this long is worth one step of priority."
+    )
+    probe_interval_s: float | None = option(
+        Duration(), None, key="probe_interval", doc="Between health checks of awake members."
+    )
+    backoff_s: float | None = option(
+        Duration(), None, key="backoff", doc="Pause after a failure; doubles with each."
+    )
+    max_backoff_s: float | None = option(Duration(), None, key="max_backoff", doc="Longest such pause.")
+    max_failures: int | None = option(Number(1), None, doc="Failures in a row before quarantine.")
     boot: bool | None = option(
         Flag(), None, doc="Start every member once at start, so later waits are only wakes."
     )
@@ -187,19 +221,23 @@ class PoolConfig:
 
     models: dict[str, ModelConfig] = option(MapOf(Block(ModelConfig)), {})
     pool: PoolOptions = option(Block(PoolOptions), PoolOptions)
-    macros: dict[str, Any] = option(MapOf(Anything()), {})
-    api_keys: tuple[str, ...] = option(ListOf(Text()), (), key="apiKeys")
+    macros: dict[str, Any] = option(MapOf(Anything()), {}, doc="Names for ${name}.")
+    api_keys: tuple[str, ...] = option(
+        ListOf(Text()), (), key="apiKeys", doc="Keys clients must send; none: loopback only."
+    )
     hooks: Hooks = option(Block(Hooks), Hooks)
     health_check_timeout_s: float | None = option(
         Number(1, whole=False), None, key="healthCheckTimeout", doc="Seconds a member may take to start."
     )
     global_ttl_s: float = option(SECONDS, 0.0, key="globalTTL", doc="Default of ttl; 0 = never.")
-    unload_timeout_s: float | None = option(Duration(), None, key="unloadTimeout")
+    unload_timeout_s: float | None = option(Duration(), None, key="unloadTimeout", doc="SIGTERM to SIGKILL.")
     start_port: int = option(
         Number(1, 65535), 5800, key="startPort", differs=_ACCEPTED + "${PORT} is a free port chosen at start"
     )
-    log_level: str = option(Text(_LOG_LEVELS), "info", key="logLevel")
-    include_aliases: bool = option(Flag(), False, key="includeAliasesInList")
+    log_level: str = option(Text(_LOG_LEVELS), "info", key="logLevel", doc="Of the gateway.")
+    include_aliases: bool = option(
+        Flag(), False, key="includeAliasesInList", doc="Aliases get entries of their own in /v1/models."
+    )
     send_loading_state: bool = option(
         Flag(), False, key="sendLoadingState", differs=_ACCEPTED + "waiting streams get SSE comments instead"
     )
