@@ -108,6 +108,22 @@ def test_tokenize_goes_to_the_member(pool: ServedPool) -> None:
     assert pool.api.post("/detokenize", {"model": "dense", "tokens": tokens})["prompt"] == "abc"
 
 
+def test_the_openai_client_works_through_the_gateway(pool: ServedPool) -> None:
+    from openai import NotFoundError, OpenAI
+
+    with OpenAI(base_url=pool.api.url + "/v1", api_key="unused", max_retries=0) as client:
+        assert {model.id for model in client.models.list()} == {"moe", "dense"}
+        options: Any = {"prompt": "abc", "max_tokens": 8, "temperature": 0}
+        for name in ("moe", "dense"):
+            whole = client.completions.create(model=name, **options)
+            assert whole.usage is not None
+            pieces = client.completions.create(model=name, stream=True, **options)
+            assert "".join(piece.choices[0].text for piece in pieces) == whole.choices[0].text
+        with pytest.raises(NotFoundError) as caught:
+            client.completions.create(model="nope", **options)
+        assert caught.value.code == "model_not_found"
+
+
 def ask_or_refusal(pool: ServedPool) -> list[int] | None:
     """An answer, or None for an honest and temporary refusal."""
     try:

@@ -189,3 +189,21 @@ def test_sigterm_ends_members_in_order_and_exits_zero(tmp_path: Path) -> None:
         assert own.process.wait(20) == 0
         assert all_gone(processes)
         assert "Traceback" not in own.text()
+
+
+def test_sigterm_ends_running_streams_with_an_error_event(tmp_path: Path) -> None:
+    with served_pool(tmp_path, POOL) as own:
+        ask(own, "a", "warm")
+        body = {
+            "model": "a",
+            "stream": True,
+            "delay_ms": 200,
+            "messages": [{"role": "user", "content": "w " * 99}],
+        }
+        lines = own.api.stream("/v1/chat/completions", body)
+        next(lines)
+        own.process.send_signal(signal.SIGTERM)
+        with pytest.raises(ServerError) as caught:
+            list(text_pieces(lines))
+        assert caught.value.code == "draining"
+        assert own.process.wait(20) == 0

@@ -214,7 +214,7 @@ def _table(outcome: "Outcome") -> Any:
             _change(swap, "target"),
             "yes" if identical(outcome, answer) else "NO",
         )
-    table.caption = "token: ready to first byte (2: to the whole answer); same: tokens as never slept"
+    table.caption = "token: ready to first byte (2: whole answer); same: tokens as never slept"
     table.caption_justify = "left"
     return table
 

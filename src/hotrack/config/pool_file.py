@@ -109,7 +109,7 @@ def _check_names(document: Document, config: PoolConfig) -> None:
             if alias in config.models or (other != name):
                 document.fail(
                     ("models", name, "aliases"),
-                    f"the name {alias!r} already belongs to model {other!r}; names and aliases must be unique",
+                    f"the name {alias!r} already belongs to model {other!r}; names must be unique",
                 )
 
 

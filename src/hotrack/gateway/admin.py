@@ -1,6 +1,7 @@
 """Everything that is not inference: health, metrics, listings, events, and operating the pool."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -42,13 +43,17 @@ def json_response(payload: Any, status: int = 200) -> Response:
 
 
 class Admin:
-    """Handlers over a pool. ``ready`` is set once the pool has found out what runs and booted it."""
+    """Handlers over a pool. ``ready`` is set once the pool has found out what runs and booted it; endless
+    streams end when ``stopping`` is set."""
 
-    def __init__(self, pool: Pool, listing: Listing, keys: Keys, ready: asyncio.Event) -> None:
+    def __init__(
+        self, pool: Pool, listing: Listing, keys: Keys, ready: asyncio.Event, stopping: asyncio.Event
+    ) -> None:
         self._pool = pool
         self._listing = listing
         self._keys = keys
         self._ready = ready
+        self._stopping = stopping
         self._started = time.monotonic()
 
     def app(self) -> Starlette:
@@ -149,19 +154,21 @@ class Admin:
     async def _event_stream(self) -> AsyncIterator[bytes]:
         events = self._pool.events.subscribe()
         pending = asyncio.ensure_future(anext(events))
+        stopping = asyncio.ensure_future(self._stopping.wait())
         try:
             for row in self._pool.status():
                 yield sse_event({"type": "Member", **status_json(row)})
-            while True:
-                done, _ = await asyncio.wait([pending], timeout=KEEP_ALIVE_S)
-                if not done:
+            while not stopping.done():
+                await asyncio.wait([pending, stopping], timeout=KEEP_ALIVE_S, return_when="FIRST_COMPLETED")
+                if pending.done():
+                    yield sse_event(event_json(pending.result()))
+                    pending = asyncio.ensure_future(anext(events))
+                else:
                     yield b": still here\n\n"
-                    continue
-                yield sse_event(event_json(pending.result()))
-                pending = asyncio.ensure_future(anext(events))
         finally:
             pending.cancel()  # ends the subscription too
-            await asyncio.wait([pending])
+            stopping.cancel()
+            await asyncio.wait([pending, stopping])
 
     # For operators.
     async def sleep(self, request: Request) -> Response:
@@ -196,13 +203,14 @@ class Admin:
 
     async def _log_stream(self, name: str, *, history: bool) -> AsyncIterator[bytes]:
         seen = [] if history else self._pool.logs(name)
-        while True:
+        while not self._stopping.is_set():
             lines = self._pool.logs(name)
             fresh = _new_lines(seen, lines)
             if fresh:
                 yield "".join(f"{line}\n" for line in fresh).encode()
             seen = lines
-            await asyncio.sleep(LOG_POLL_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), LOG_POLL_S)
 
     async def _member(self, request: Request) -> str:
         """The member named by ``?model=`` or a JSON field; the only one there is when none is named."""

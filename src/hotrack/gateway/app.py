@@ -35,13 +35,16 @@ INFERENCE = frozenset({
 
 
 class Gateway:
-    """ASGI application. ``ready``: set when the pool is up."""
+    """ASGI application. ``ready``: set when the pool is up. ``stopping``: set when the server is to end."""
 
-    def __init__(self, proxy: Proxy, admin: Starlette, keys: Keys, ready: asyncio.Event) -> None:
+    def __init__(
+        self, proxy: Proxy, admin: Starlette, keys: Keys, ready: asyncio.Event, stopping: asyncio.Event
+    ) -> None:
         self._proxy = proxy
         self._admin = admin
         self._keys = keys
         self.ready = ready
+        self.stopping = stopping
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in INFERENCE:
@@ -56,7 +59,8 @@ class Gateway:
 
 
 def create_app(pool: Pool, config: PoolConfig, keys: Keys) -> Gateway:
-    """The application for ``pool``; the caller starts and closes the pool and sets ``ready``."""
-    ready = asyncio.Event()
+    """The application for ``pool``; the caller starts and closes the pool and sets the events."""
+    ready, stopping = asyncio.Event(), asyncio.Event()
     proxy = Proxy(pool, make_routes(config), observe=pool.metrics.count_request)
-    return Gateway(proxy, Admin(pool, Listing(config), keys, ready).app(), keys, ready)
+    admin = Admin(pool, Listing(config), keys, ready, stopping).app()
+    return Gateway(proxy, admin, keys, ready, stopping)

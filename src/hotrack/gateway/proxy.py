@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from hotrack.core.clock import Clock, MonotonicClock
 from hotrack.core.errors import (
     BadGatewayError,
+    DrainingError,
     DrainTimeoutError,
     HotrackError,
     MemberFailedError,
@@ -49,6 +50,8 @@ _NOT_FORWARDED = HOP_BY_HOP | {
 }  # fmt: skip
 
 CLIENT_GONE = "client_gone"
+# The server cancels what still runs when its own patience ends.
+SHUTTING_DOWN = DrainingError("the gateway is shutting down; retry later")
 Observer = Callable[[str, str], None]
 
 
@@ -87,11 +90,10 @@ class _Interruption:
             self.error = error
             self._task.cancel()
 
-    def reason(self) -> Exception:
-        """The interruption behind the CancelledError being handled; re-raises a cancellation from outside."""
-        if self.error is None:
-            raise asyncio.CancelledError
-        self._task.uncancel()
+    def reason(self) -> Exception | None:
+        """The interruption behind the CancelledError being handled; None for a cancellation from outside."""
+        if self.error is not None:
+            self._task.uncancel()
         return self.error
 
 
@@ -144,7 +146,9 @@ class Proxy:
             watcher = asyncio.create_task(interruption.when_client_gone(receive))
             await self._serve(call, send, interruption)
         except asyncio.CancelledError:
-            await self._fail(call, interruption.reason())
+            await self._fail(call, interruption.reason() or SHUTTING_DOWN)
+            if interruption.error is None:
+                raise
         except (HotrackError, UpstreamError, ClientGoneError) as error:
             interruption.close()
             await self._fail(call, error)

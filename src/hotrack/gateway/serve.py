@@ -6,6 +6,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -49,7 +50,12 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 class Server(uvicorn.Server):
-    """Ends on SIGINT and SIGTERM without raising them again: the members are still to be ended."""
+    """Ends on SIGINT and SIGTERM without raising them again: the members are still to be ended. ``on_exit``
+    is called when such a signal arrives."""
+
+    def __init__(self, config: uvicorn.Config, on_exit: Callable[[], None] = lambda: None) -> None:
+        super().__init__(config)
+        self._on_exit = on_exit
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -57,6 +63,10 @@ class Server(uvicorn.Server):
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.handle_exit, number, None)
         yield
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._on_exit()
+        super().handle_exit(sig, frame)
 
 
 def uvicorn_config(app: Any, *, access_log: bool = False) -> uvicorn.Config:
@@ -126,7 +136,7 @@ async def _serve(
 ) -> None:
     pool = Pool(member_specs(config), pool_policy(config), budgets=device_budgets(config), log_dir=log_dir)
     app = create_app(pool, config, keys)
-    server = Server(uvicorn_config(app, access_log=access_log))
+    server = Server(uvicorn_config(app, access_log=access_log), on_exit=app.stopping.set)
     preload = next(iter(config.hooks.on_startup.preload), None)
     starting = asyncio.create_task(_start(pool, app, preload, on_ready))
     try:

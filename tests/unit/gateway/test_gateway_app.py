@@ -1,6 +1,5 @@
 """Routing, keys, listings and admin endpoints over a pool of fake members."""
 
-import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -190,8 +189,9 @@ def test_events_tell_of_states_as_they_change() -> None:
         await stream.until(lambda c: len(c.pieces) >= 2)
         await call(app, "POST", "/wake_up?model=a")
         await stream.until(lambda c: b'"SwapDone"' in c.body)
-        stream.hang_up()
-        await asyncio.wait([task])
+        app.stopping.set()
+        await task
+        assert stream.complete
         events = [json.loads(line[6:]) for line in stream.body.splitlines() if line.startswith(b"data: ")]
         assert [event["name"] for event in events if event["type"] == "Member"] == ["a", "b"]
         moves = [(e["old"], e["new"]) for e in events if e["type"] == "StateChanged" and e["member"] == "a"]

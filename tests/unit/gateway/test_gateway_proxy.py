@@ -398,13 +398,24 @@ def test_first_byte_and_outcome_are_reported_once(tmp_path: Path) -> None:
     play(tmp_path, script, test, observe=lambda *outcome: seen.append(outcome))
 
 
-def test_a_cancellation_from_outside_is_not_swallowed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_server_that_shuts_down_ends_answers_with_a_typed_error(tmp_path: Path, stream: bool) -> None:
+    async def script(exchange: Exchange) -> None:
+        if stream:
+            await exchange.start_events()
+            await exchange.chunks(b"data: a\n\n")
+        await asyncio.Event().wait()
+
     async def test(proxy: Proxy, pool: FakeLeases, upstream: RawUpstream) -> None:
-        pool.gate.clear()
-        task = AsgiCall(proxy, CHAT, body()).start()
-        await until(lambda: bool(pool.asked))
+        call = AsgiCall(proxy, CHAT, body(stream=stream))
+        task = call.start()
+        await until(lambda: bool(upstream.exchanges) and (not stream or bool(call.pieces)))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        assert call.complete
+        assert b'"code":"draining"' in call.body
+        assert call.status == (200 if stream else 503)
+        assert pool.num_released == 1
 
-    play(tmp_path, answer, test)
+    play(tmp_path, script, test, watch=True)
