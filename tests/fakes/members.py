@@ -17,7 +17,8 @@ class InlineTemplate(ChatTemplate):
     async def _exchange(self, request: bytes) -> Any:
         import msgspec
 
-        from hotrack.server.template_worker import Renderer, RenderJob
+        from hotrack.server.template_wire import RenderJob
+        from hotrack.server.template_worker import Renderer
 
         return Renderer().render(msgspec.json.decode(request[4:], type=RenderJob))
 

@@ -11,7 +11,7 @@ import msgspec
 from hotrack.config.env import child_environment
 from hotrack.core.errors import RequestError
 from hotrack.openai.requests import ChatMessage
-from hotrack.server.template_worker import RenderJob, RenderResult, frame
+from hotrack.server.template_wire import RenderJob, RenderResult, frame
 
 MAX_TEMPLATE_CHARS = 1 << 20
 _RESERVED = frozenset({"messages", "add_generation_prompt", "continue_final_message", "tools", "documents"})

@@ -3,8 +3,7 @@ trusted.
 
 The sandbox keeps templates from reaching Python; this process keeps them from using up time and memory: the
 parent kills it when a render takes too long, the kernel refuses it memory beyond a limit, and it has no
-secrets. Started as ``python -m hotrack.server.template_worker``; frames on stdin and stdout are a 4-byte
-little-endian length and JSON (msgpack has no big integers).
+secrets. Started as ``python -m hotrack.server.template_worker``.
 """
 
 import ctypes
@@ -23,21 +22,11 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from hotrack.server.template_wire import RenderJob, RenderResult, frame, read_frame
+
 MEMORY_LIMIT_BYTES = 1 << 30
 MAX_OUTPUT_CHARS = 32 << 20
 _PR_SET_PDEATHSIG = 1
-
-
-class RenderJob(msgspec.Struct):
-    template: str
-    variables: dict[str, Any]
-
-
-class RenderResult(msgspec.Struct):
-    """Exactly one of the two is set."""
-
-    text: str | None = None
-    error: str | None = None
 
 
 class _Generation(Extension):
@@ -97,16 +86,6 @@ class Renderer:
             return RenderResult(error=f"it needed more than {MEMORY_LIMIT_BYTES >> 20} MiB of memory")
         except Exception as error:  # noqa: BLE001 anything a hostile template raises is its own failure
             return RenderResult(error=f"{type(error).__name__}: {error}"[:2000])
-
-
-def read_frame(stream: BinaryIO) -> bytes | None:
-    """One frame, or None when the other side has closed."""
-    header = stream.read(4)
-    return stream.read(int.from_bytes(header, "little")) if len(header) == 4 else None
-
-
-def frame(payload: bytes) -> bytes:
-    return len(payload).to_bytes(4, "little") + payload
 
 
 def serve(source: BinaryIO, sink: BinaryIO, render: Callable[[RenderJob], RenderResult]) -> None:

@@ -10,7 +10,8 @@ from fakes.members import InlineTemplate
 from hotrack.core.errors import RequestError
 from hotrack.openai.requests import ChatMessage, ContentPart
 from hotrack.server import template_worker
-from hotrack.server.template_worker import Renderer, RenderJob, RenderResult, frame, serve
+from hotrack.server.template_wire import RenderJob, RenderResult, frame, read_frame
+from hotrack.server.template_worker import Renderer, serve
 
 CHATML = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}"
@@ -101,7 +102,7 @@ def test_worker_answers_in_order() -> None:
     serve(source, sink, Renderer().render)
     sink.seek(0)
     results = []
-    while (payload := template_worker.read_frame(sink)) is not None:
+    while (payload := read_frame(sink)) is not None:
         results.append(msgspec.json.decode(payload, type=RenderResult))
     assert results[0].text == "a" * 70_000
     assert results[1].error is not None
