@@ -111,14 +111,20 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max-concurrent-requests", type=int, metavar="N", help="more at once get 429 (default 4096)"
     )
-    group.add_argument("--log-level", choices=("debug", "info", "warning", "error"))
+    group.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        help="default: HOTRACK_LOG_LEVEL, else info",
+    )
 
 
 def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
     toggle = argparse.BooleanOptionalAction
     group.add_argument("--dtype", help=", ".join(DTYPES))
     group.add_argument("--device", help=", ".join(DEVICES))
-    group.add_argument("--tensor-parallel-size", "-tp", type=int, metavar="N")
+    group.add_argument(
+        "--tensor-parallel-size", "-tp", type=int, metavar="N", help="ranks that share the model"
+    )
     group.add_argument(
         "--max-model-len",
         type=_size,
@@ -134,10 +140,16 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
         "--kv-cache-memory-bytes", type=_size, metavar="SIZE", help="for example 512MiB or 4GiB"
     )
     group.add_argument("--block-size", type=int, metavar="N", help="tokens in one KV block")
-    group.add_argument("--seed", type=int, metavar="N")
+    group.add_argument(
+        "--seed", type=int, metavar="N", help="accepted for vLLM; each request has its own seed"
+    )
     group.add_argument("--num-threads", type=int, metavar="N", help="CPU threads of one rank")
-    group.add_argument("--enable-prefix-caching", action=toggle)
-    group.add_argument("--enable-sleep-mode", action=toggle)
+    group.add_argument(
+        "--enable-prefix-caching", action=toggle, help="reuse the KV of equal prompt beginnings"
+    )
+    group.add_argument(
+        "--enable-sleep-mode", action=toggle, help="answer /sleep; keeps a host copy of the weights"
+    )
 
 
 def _size(text: str) -> int:
