@@ -103,10 +103,18 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
         "--max-body-bytes", type=_size, metavar="SIZE", help="largest request body (default 8MiB)"
     )
     group.add_argument(
-        "--drain-timeout", type=float, dest="drain_timeout_s", metavar="SECONDS", help="default 30"
+        "--drain-timeout",
+        type=float,
+        dest="drain_timeout_s",
+        metavar="SECONDS",
+        help="after SIGTERM, what runs may take that long (default 30)",
     )
     group.add_argument(
-        "--template-timeout", type=float, dest="template_timeout_s", metavar="SECONDS", help="default 5"
+        "--template-timeout",
+        type=float,
+        dest="template_timeout_s",
+        metavar="SECONDS",
+        help="longest rendering of one chat template (default 5)",
     )
     group.add_argument(
         "--max-concurrent-requests", type=int, metavar="N", help="more at once get 429 (default 4096)"
@@ -114,7 +122,7 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--log-level",
         choices=("debug", "info", "warning", "error"),
-        help="default: HOTRACK_LOG_LEVEL, else info",
+        help="of this server (default: HOTRACK_LOG_LEVEL, else info)",
     )
 
 
