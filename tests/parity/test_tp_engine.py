@@ -18,7 +18,7 @@ import pytest
 
 from fakes.tiny_checkpoints import write_tiny
 from hotrack.config.engine import EngineConfig
-from hotrack.core.errors import ConfigError, EngineDeadError, HotrackError
+from hotrack.core.errors import ConfigError, EngineDeadError, HotrackError, ModelAsleepError
 from hotrack.core.lifecycle import FinishReason
 from hotrack.core.request import EngineOutput, EngineRequest, pack_tokens, unpack_tokens
 from hotrack.core.sampling import SamplingParams
@@ -106,10 +106,8 @@ class Stress:
         workers = [asyncio.create_task(self._user(i)) for i in range(14)]
         delays = asyncio.create_task(self._delay())
         try:
-            while True:
-                stats = await self.client.control("stats")
-                if stats["steps"] >= steps:
-                    break
+            while (stats := await self.client.control("stats"))["steps"] < steps:
+                assert not any(worker.done() for worker in workers), "a user gave up"
                 if self.rng.random() < 0.2:
                     await self.client.control("reset_prefix_cache")
                 if self.rng.random() < 0.1:
@@ -137,6 +135,8 @@ class Stress:
                     await self._read(name, stream)
             except TimeoutError:
                 self.aborted += 1
+            except ModelAsleepError:
+                await asyncio.sleep(0.01)
             finally:
                 await stream.aclose()
 
