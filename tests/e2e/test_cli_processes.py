@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fakes.served_pool import STUB, ServedPool, served_pool
+from fakes.tiny_checkpoints import write_tiny
 
 pytestmark = pytest.mark.e2e
 
@@ -104,6 +105,20 @@ def test_serve_refuses_at_the_door(
     assert done.returncode in (2, 3)
     assert words in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_budget_below_a_models_weights_is_refused_with_numbers(tmp_path: Path) -> None:
+    write_tiny(tmp_path / "moe", "qwen3_moe")
+    path = tmp_path / "pool.yaml"
+    path.write_text(
+        f"models: {{moe: {{model: {tmp_path / 'moe'}, engine: {{kv_cache_memory: 64MiB}}}}}}\n"
+        "pool: {memory: {budget: 48MiB}}\n"
+    )
+    for command in (["validate"], ["serve", "--port", "0"]):
+        done = hotrack(*command, str(path))
+        assert done.returncode == 2
+        assert "'moe' cannot be awake" in done.stderr
+        assert "of 48 MiB" in done.stderr
 
 
 def test_engine_passes_everything_on() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from hotrack.cli.demo_script import DemoModel, Reference, ask
 from hotrack.cli.http import Api, ServerError
+from hotrack.config import env
 from hotrack.config.units import parse_size
 from hotrack.core.errors import HotrackError
 from hotrack.members.probe import tree_bytes
@@ -72,6 +73,7 @@ def run(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
+            env=env.child_environment({"HOTRACK_API_KEY": ""}),  # these servers are nobody else's
             start_new_session=True,  # Ctrl-C reaches the demo alone, which then ends its processes in order
             preexec_fn=die_with_parent(os.getpid()),
         )

@@ -17,6 +17,7 @@ from hotrack.core.errors import HotrackError, ModelNotFoundError, RequestError
 from hotrack.core.lifecycle import MemberState
 from hotrack.gateway.auth import Keys
 from hotrack.gateway.listing import Listing, event_json, status_json, swap_json
+from hotrack.gateway.request import decode_envelope, read_body
 from hotrack.obs.log import get_logger
 from hotrack.openai.errors import error_headers, error_json
 from hotrack.openai.sse import event as sse_event
@@ -26,6 +27,7 @@ log = get_logger(__name__)
 Handler = Callable[[Request], Awaitable[Response]]
 LOG_POLL_S = 0.5
 KEEP_ALIVE_S = 15.0
+MAX_BODY_BYTES = 64 * 1024
 
 
 class NotFoundError(RequestError):
@@ -215,13 +217,10 @@ class Admin:
     async def _member(self, request: Request) -> str:
         """The member named by ``?model=`` or a JSON field; the only one there is when none is named."""
         named = request.query_params.get("model")
-        if named is None and request.method == "POST" and (body := await request.body()):
-            try:
-                fields = msgspec.json.decode(body)
-            except (msgspec.DecodeError, RecursionError):
-                raise RequestError("the request body is not valid JSON") from None
-            named = fields.get("model") if isinstance(fields, dict) else None
-        if isinstance(named, str):
+        if named is None and request.method == "POST":
+            body = await read_body(request.scope, request.receive, MAX_BODY_BYTES)
+            named = decode_envelope(body).model if body else None
+        if named is not None:
             return self._pool.resolve(named)
         names = self._pool.names()
         if len(names) > 1:

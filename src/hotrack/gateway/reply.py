@@ -87,6 +87,8 @@ class Reply:
         send = self._send
         if not self.started:
             self.sse = True
+            # An error event may have to follow, so the length is not ours to promise.
+            headers = [pair for pair in headers if pair[0] != b"content-length"]
             await self._start(response.status, headers)
         tail = b""
         fresh = True

@@ -94,6 +94,7 @@ def test_sleep_wake_and_unload_move_members() -> None:
         assert (await call(app, "POST", "/sleep?model=b&level=2"))[0] == 400
         assert (await call(app, "POST", "/sleep"))[0] == 400
         assert (await call(app, "POST", "/sleep", body=b"{"))[0] == 400
+        assert (await call(app, "POST", "/sleep", body=b"x" * 70_000))[0] == 413
         assert (await call(app, "POST", "/sleep?model=zzz"))[0] == 404
         assert (await call(app, "POST", "/api/models/unload/a"))[1]["unloaded"] == ["a"]
         assert (await call(app, "POST", "/api/models/unload"))[1]["unloaded"] == ["a", "b"]

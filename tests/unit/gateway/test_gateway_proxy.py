@@ -131,6 +131,22 @@ def test_streams_are_byte_exact_and_handed_on_in_whole_events(
     play(tmp_path, script, test)
 
 
+def test_a_stream_of_declared_length_can_still_end_with_an_error_event(tmp_path: Path) -> None:
+    async def script(exchange: Exchange) -> None:
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: 99\r\n\r\n"
+        await exchange.write(head + b"data: a\n\n")
+        await asyncio.sleep(0.02)
+        exchange.die()
+
+    async def test(proxy: Proxy, pool: FakeLeases, upstream: RawUpstream) -> None:
+        call = AsgiCall(proxy, CHAT, body(stream=True))
+        await call.run()
+        assert b"content-length" not in call.headers
+        assert call.body.startswith(b'data: a\n\ndata: {"error"')
+
+    play(tmp_path, script, test)
+
+
 def test_an_unfinished_last_event_is_still_delivered(tmp_path: Path) -> None:
     async def script(exchange: Exchange) -> None:
         await exchange.events(b"data: a\n\nda", b"ta: b")
