@@ -2,7 +2,7 @@
 
 import json
 import socket
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 import pytest
@@ -145,6 +145,17 @@ def test_endless_chunked_body_is_cut(member: MemberProcess) -> None:
         for _ in range(9):
             sock.sendall(block)
         assert b" 413 " in sock.recv(4096).split(b"\r\n")[0]
+
+
+@pytest.mark.parametrize("head", [b"x-filler: " + b"a" * 65536, (b"x-filler: " + b"a" * 500 + b"\r\n") * 128])
+def test_endless_headers_are_cut(member: MemberProcess, head: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", member.port), timeout=30) as sock:
+        sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
+        with suppress(ConnectionError):  # closed with our data unread, which resets
+            for _ in range(64):
+                sock.sendall(head)
+            assert sock.recv(64).startswith(b"HTTP/1.1 400")
+    assert member.get("/health")[0] == 200
 
 
 def test_client_gone_frees_the_engine(member: MemberProcess) -> None:

@@ -21,6 +21,7 @@ from hotrack.engine.client import EngineClient
 from hotrack.hub import resolve
 from hotrack.obs.log import get_logger, setup_logging
 from hotrack.obs.member_metrics import MemberMetrics
+from hotrack.openai.protocol import BoundedProtocol
 from hotrack.server import listen
 from hotrack.server.app import create_app
 from hotrack.server.chat_template import MAX_TEMPLATE_CHARS, ChatTemplate
@@ -156,7 +157,7 @@ async def _serve(
     options = uvicorn.Config(
         create_app(member),
         loop="uvloop",
-        http="httptools",
+        http=BoundedProtocol,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -1,0 +1,28 @@
+"""HTTP/1.1 as uvicorn speaks it, with a bound on request heads: neither it nor its parser has one."""
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+MAX_HEAD_BYTES = 64 * 1024
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """Answers 400 and closes when a request's head does not end within ``MAX_HEAD_BYTES`` (give or take one read
+    from the socket)."""
+
+    _in_head = True
+    _head_bytes = 0
+
+    def on_message_begin(self) -> None:
+        self._in_head, self._head_bytes = True, 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._in_head and not self.transport.is_closing():
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self.send_400_response("The request's headers are too large.")
