@@ -6,8 +6,10 @@ MAX_HEAD_BYTES = 64 * 1024
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Answers 400 and closes when a request's head does not end within ``MAX_HEAD_BYTES`` (give or take one read
-    from the socket)."""
+    """Answers 400 and closes when a request's head does not end within ``MAX_HEAD_BYTES``.
+
+    The bound is checked after each read from the socket.
+    """
 
     _in_head = True
     _head_bytes = 0
