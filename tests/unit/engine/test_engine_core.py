@@ -112,6 +112,15 @@ def test_prompt_logprobs_come_once_with_the_first_token(budget: int) -> None:
         assert all(output.prompt_logprobs is None for output in rest)
 
 
+def test_prompt_logprobs_survive_a_preemption_in_the_middle_of_the_prompt() -> None:
+    prompt = list(range(16))
+    with FakeEngine(blocks=9, budget=2, max_len=32, caching=False) as engine:
+        engine.run([make_request("old", [1, 2, 3, 4], 24), make_request("r", prompt, 2, prompt_logprobs=0)])
+        assert engine.core.scheduler.counters.preemptions > 0
+        first = engine.outputs["r"][0]
+        assert [unpack_tokens(entry.token_ids)[0] for entry in first.prompt_logprobs] == prompt[1:]
+
+
 def test_bad_requests_are_answered_at_once() -> None:
     with FakeEngine() as engine:
         engine.step(

@@ -1,4 +1,6 @@
-"""The scheduler against a device that keeps KV cells: invariants for all inputs, then one example per rule."""
+"""The scheduler against a device that keeps KV cells: invariants for all inputs, then one example per
+rule.
+"""
 
 from dataclasses import dataclass, field
 
@@ -26,10 +28,9 @@ def build(
     depth: int = 1,
     caching: bool = True,
 ) -> Simulation:
-    kv = KVCacheManager(
-        GROUPS, blocks, num_slots=2 * seqs, max_model_len=max_len, enable_prefix_caching=caching
-    )
-    return Simulation(Scheduler(kv, SchedulerLimits(seqs, budget, max_len, 2 * seqs)), depth)
+    slots = (1 + depth) * seqs
+    kv = KVCacheManager(GROUPS, blocks, num_slots=slots, max_model_len=max_len, enable_prefix_caching=caching)
+    return Simulation(Scheduler(kv, SchedulerLimits(seqs, budget, max_len, slots)), depth)
 
 
 @dataclass
@@ -80,7 +81,7 @@ def workloads(draw: st.DrawFn) -> list[tuple[int, EngineRequest, int | None]]:
     st.integers(1, 4),
     st.integers(1, 12),
     st.integers(8, 20),
-    st.integers(0, 1),
+    st.integers(0, 2),
     st.booleans(),
 )
 def test_every_request_ends_once_with_its_own_tokens(
