@@ -104,7 +104,8 @@ hotrack serve examples/two_models.yaml
 * Names and aliases are unique in the file. A `cmd` is split into arguments; no shell runs.
 
 **Macros.** `${name}` in any value is replaced by an entry of `macros`: the file's, then the model's own.
-`${MODEL_ID}` and `${env.NAME}` are always known; `${PORT}` and `${SOCKET}` are filled in when a member starts.
+`${MODEL_ID}` and `${env.NAME}` are always known; `${PORT}` and `${SOCKET}` are filled in when a member
+starts.
 A value that is exactly one macro takes the macro's type.
 
 **llama-swap files** load. Keys with the same name mean the same; where hotrack behaves differently it accepts
