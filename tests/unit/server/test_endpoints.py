@@ -107,9 +107,9 @@ def test_stop_string_never_shows(stream: bool) -> None:
 
 def test_stop_string_can_be_kept() -> None:
     reply, _ = run(
-        {"messages": USER, "stop": "l", "include_stop_str_in_output": True}, engine=speaking("hello")
+        {"messages": USER, "stop": "l", "include_stop_str_in_output": True}, engine=speaking("foolish")
     )
-    assert reply.json["choices"][0]["message"]["content"] == "hel"
+    assert reply.json["choices"][0]["message"]["content"] == "fool"
 
 
 def test_stop_token_ends_without_showing() -> None:

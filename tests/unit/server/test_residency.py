@@ -68,7 +68,7 @@ def test_bad_sleep(query: str) -> None:
 def test_bad_tag() -> None:
     async def scenario() -> None:
         engine, _, app = setup()
-        assert (await call(app, "POST", "/wake_up?tags=weights&tags=wieghts")).status == 400
+        assert (await call(app, "POST", "/wake_up?tags=weights&tags=bananas")).status == 400
         assert engine.controls == []
 
     asyncio.run(scenario())
