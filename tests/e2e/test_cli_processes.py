@@ -89,7 +89,7 @@ def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
     ("pool_file", "arguments", "words"),
     [
         (None, (), "cannot read"),
-        ("models: {a: {modell: x}}", (), "did you mean 'model'?"),
+        ("models: {a: {model_: x}}", (), "did you mean 'model'?"),
         ("models: {a: {model: x}}", ("--host", "0.0.0.0"), "so an API key (--api-key"),
         ("models: {a: {model: x}}", ("--host", "0.0.0.0", "--api-key", "k"), "an admin key"),
         ("models: {a: {model: ./nowhere.gguf}}", (), "no file or folder"),
