@@ -42,6 +42,7 @@ Sink = Callable[[EngineOutput | HotrackError], None]
 StageProgress = Callable[[str, int, int], None]
 SHUTDOWN_GRACE_S = 5.0
 REPORT_GRACE_S = 0.2
+TRANSITIONS = ("sleep", "wake")
 
 log = get_logger(__name__)
 
@@ -92,6 +93,7 @@ class EngineClient:
         self._socket: zmq.asyncio.Socket | None = None
         self._last_send: asyncio.Future[Any] | None = None
         self._control_ids = count()
+        self._transitions = 0
         self._last_heard = 0.0
         self._closing = False
 
@@ -205,7 +207,11 @@ class EngineClient:
         reply: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._controls[control_id] = reply
         self._send([Control(control_id, op, args)])
-        return await reply
+        self._transitions += op in TRANSITIONS
+        try:
+            return await reply
+        finally:
+            self._transitions -= op in TRANSITIONS
 
     # ---- messages
 
@@ -278,6 +284,8 @@ class EngineClient:
             await asyncio.sleep(limit / 8)
             silence = loop.time() - self._last_heard
             if self._ready is None or not self._ready.done() or not (self._sinks or self._controls):
+                continue
+            if self._transitions:  # moving weights takes as long as it takes; whoever asked has a deadline
                 continue
             if silence > limit:
                 self._die(EngineDeadError(f"the engine has been silent for {silence:.1f} s with work to do"))
