@@ -57,7 +57,7 @@ def test_relative_links_resolve(page):
 def test_named_subcommands_exist(page):
     known = typer.main.get_command(app).commands
     for line in commands(page):
-        for match in re.finditer(r"(?:^|[\s/;&|(])hotrack ([a-z]\w*)(?: ([a-z]\w*))?", line):
+        for match in re.finditer(r"(?<!from )(?<![\w.-])hotrack ([a-z]\w*)(?: ([a-z]\w*))?", line):
             name, sub = match.groups()
             assert name in known, f"{page.name}: {line!r}"
             if sub and hasattr(known[name], "commands"):
