@@ -103,7 +103,7 @@ def test_every_key_and_flag_has_a_meaning():
 
 def test_every_environment_variable_is_described():
     source = (ROOT / "src/hotrack/config/env.py").read_text()
-    assert set(re.findall(r'environ\.get\("([A-Z_]+)"', source)) == set(gen_docs.ENVIRONMENT)
+    assert set(re.findall(r'environ\.get\("([A-Z_]+)"', source)) <= set(gen_docs.ENVIRONMENT)
 
 
 def table_names(heading: str) -> set[str]:
