@@ -19,7 +19,7 @@ import zmq
 import zmq.asyncio
 
 from hotrack.config.engine import EngineConfig
-from hotrack.config.env import child_environment
+from hotrack.config.env import child_environment, rank_environment
 from hotrack.core.errors import EngineDeadError, HotrackError, error_from_code
 from hotrack.core.lifecycle import FinishReason
 from hotrack.core.request import EngineOutput, EngineRequest
@@ -348,7 +348,7 @@ class EngineClient:
     async def _spawn(self, rank: int, directory: Path, salt: bytes) -> asyncio.subprocess.Process:
         argument = wire.launch(self.config, rank, directory, os.getpid(), salt, debug=self._debug).encode()
         # Ranks of one host talk over loopback only.
-        environment = child_environment({"GLOO_SOCKET_IFNAME": "lo"})
+        environment = child_environment(rank_environment())
         return await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",

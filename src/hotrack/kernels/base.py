@@ -62,9 +62,9 @@ class Ops:
         """Once per step and cache group: everything about addressing and masking that layers share."""
         return AttentionPlan(batch)
 
-    def write_kv(self, k: Tensor, v: Tensor, kv: LayerKV, plan: AttentionPlan) -> None:
-        """k [T, H, k_dim], v [T, H, v_dim] -> their slots in the cache."""
-        attention.write_kv(k, v, kv, plan.batch.slot_mapping)
+    def write_kv(self, new: Tensor, kv: LayerKV, plan: AttentionPlan) -> None:
+        """new [T, H * k_dim + H * v_dim], K of every head then V of every head -> their cache slots."""
+        attention.write_kv(new, kv, plan.batch.slot_mapping)
 
     def paged_attention(self, q: Tensor, kv: LayerKV, plan: AttentionPlan, scale: float) -> Tensor:
         """q [T, num_heads, dim] -> [T, num_heads, v_dim]"""

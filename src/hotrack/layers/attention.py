@@ -36,12 +36,12 @@ class Attention(Layer):
         """x, residual [T, D] -> residual + attention(x) [T, D]"""
         H, K, d = self.heads.num_heads, self.heads.num_kv_heads, self.heads.head_dim
         kv, plan = step.kv.layers[self.layer], step.plans[step.kv.group_of[self.layer]]
-        qkv = self.qkv_proj(x).view(-1, H + 2 * K, d)
-        qk, v = qkv[:, : H + K], qkv[:, H + K :]  # q and k are rotated together
+        qkv = self.qkv_proj(x)  # [T, (H + 2 * K) * d]
+        qk = qkv.view(-1, H + 2 * K, d)[:, : H + K]  # q and k are rotated together
         if self.q_norm is not None and self.k_norm is not None:
             qk[:, :H] = self.q_norm(qk[:, :H])
             qk[:, H:] = self.k_norm(qk[:, H:])
         self.ops.apply_rope(qk, step.cos, step.sin)
-        self.ops.write_kv(qk[:, H:], v, kv, plan)
+        self.ops.write_kv(qkv[:, H * d :], kv, plan)
         out = self.ops.paged_attention(qk[:, :H], kv, plan, self.scale)  # [T, H, d]
         return self.o_proj(out.reshape(-1, H * d), residual)

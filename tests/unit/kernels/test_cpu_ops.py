@@ -130,11 +130,11 @@ def test_attention_over_pages(dtype: torch.dtype, case: str, heads: HeadShape) -
     )  # fmt: skip
     T = sum(batch.query_lens)
     qkv = random(T, heads.num_heads + 2 * heads.num_kv_heads, heads.head_dim, dtype=dtype, seed=2)
-    q, k, v = qkv.split([heads.num_heads, heads.num_kv_heads, heads.num_kv_heads], 1)
+    q, new = qkv[:, : heads.num_heads], qkv[:, heads.num_heads :].flatten(1)
     fast_plan, slow_plan = (ops.plan_attention(batch, heads, dtype) for ops in (FAST, REFERENCE))
     assert isinstance(fast_plan, CpuAttentionPlan)
-    FAST.write_kv(k, v, fast_kv, fast_plan)
-    REFERENCE.write_kv(k, v, slow_kv, slow_plan)
+    FAST.write_kv(new, fast_kv, fast_plan)
+    REFERENCE.write_kv(new, slow_kv, slow_plan)
     assert torch.equal(fast_kv.k, slow_kv.k)
     assert torch.equal(fast_kv.v, slow_kv.v)
     scale = heads.head_dim**-0.5

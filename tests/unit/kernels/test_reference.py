@@ -22,7 +22,7 @@ def test_attention_is_causal_softmax_of_scaled_scores() -> None:
     torch.manual_seed(0)
     kv, batch = one_sequence(13)
     q, k, v = torch.randn(13, 4, 8), torch.randn(13, 2, 8), torch.randn(13, 2, 4)
-    write_kv(k, v, kv, batch.slot_mapping)
+    write_kv(torch.cat((k.flatten(1), v.flatten(1)), 1), kv, batch.slot_mapping)
     got = paged_attention(q, kv, batch, 0.3)
     keys, values = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
     want = F.scaled_dot_product_attention(
@@ -35,10 +35,10 @@ def test_a_window_hides_what_is_behind_it() -> None:
     torch.manual_seed(0)
     kv, batch = one_sequence(13)
     q, k, v = torch.randn(13, 4, 8), torch.randn(13, 2, 8), torch.randn(13, 2, 4)
-    write_kv(k, v, kv, batch.slot_mapping)
+    write_kv(torch.cat((k.flatten(1), v.flatten(1)), 1), kv, batch.slot_mapping)
     before = paged_attention(q, kv, batch, 0.3, window=3)
     k[:10], v[:10] = 9.0, 9.0
-    write_kv(k, v, kv, batch.slot_mapping)
+    write_kv(torch.cat((k.flatten(1), v.flatten(1)), 1), kv, batch.slot_mapping)
     after = paged_attention(q, kv, batch, 0.3, window=3)
     assert torch.equal(before[12], after[12])
     assert not torch.equal(before[11], after[11])

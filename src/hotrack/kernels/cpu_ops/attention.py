@@ -60,8 +60,7 @@ class CpuAttentionPlan(AttentionPlan):
         self.head_ids = torch.arange(H)
         block, offset = batch.slot_mapping // size, batch.slot_mapping % size
         first = block * (batch.block_stride // d) + offset  # row of head 0's key
-        self.key_rows = (first[:, None] + self.head_ids * size).flatten()  # [T * H]
-        self.value_rows = self.key_rows + H * size
+        self.new_rows = (first[:, None] + torch.arange(2 * H) * size).flatten()  # [T * 2H], V after K
         self.decodes = self._plan_decodes(dtype)
         self.chunks = self._plan_chunks()
         self.causal = causal_bias(QUERY_BLOCK if self.chunks else 0, dtype)
@@ -112,11 +111,9 @@ class CpuAttentionPlan(AttentionPlan):
         return chunks
 
 
-def write_kv(k: Tensor, v: Tensor, rows: Tensor, plan: CpuAttentionPlan) -> None:
-    """k, v [T, H, d] into ``rows`` [N, d]."""
-    d = k.shape[-1]
-    rows.index_copy_(0, plan.key_rows, k.reshape(-1, d))
-    rows.index_copy_(0, plan.value_rows, v.reshape(-1, d))
+def write_kv(new: Tensor, rows: Tensor, plan: CpuAttentionPlan) -> None:
+    """new [T, 2 * H * d] into ``rows`` [N, d]; K's and V's pages of a block lie side by side."""
+    rows.index_copy_(0, plan.new_rows, new.reshape(-1, plan.heads.head_dim))
 
 
 def paged_attention(q: Tensor, pages: Tensor, plan: CpuAttentionPlan, scale: float) -> Tensor:

@@ -1,9 +1,10 @@
 """bf16 matrix products from weights reordered once for oneDNN."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from hotrack.kernels.reference.linear import GateUpKernel, LinearKernel
+from hotrack.kernels.reference.linear import LinearKernel
 
 # oneDNN packs for a row count; on AVX-512 every hint gives the same blocked layout, fast from 1 row to 512.
 ROWS_HINT = 32
@@ -50,31 +51,11 @@ class PackedLinear(LinearKernel):
         return self.packed is None
 
 
-class PackedGateUp(GateUpKernel):
-    """The activation and the product run inside the two matrix products."""
-
-    packed: tuple[Tensor, Tensor] | None = None
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        super().__init__(weight, bias)
-        self.biases = (None, None) if bias is None else tuple(bias.chunk(2))
+class PackedGateUp(PackedLinear):
+    """``silu(gate(x)) * up(x)``. One product over both halves beats two with fused activations at one row,
+    where streaming the weights is everything."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.packed is None:
-            return super().__call__(x)
-        gate = _linear(x, self.packed[0], self.biases[0], "swish", [], "")
-        return _linear_binary(x, gate, self.packed[1], self.biases[1], "mul")
-
-    def pack(self) -> None:
-        if self.packed is None and can_pack(self.weight):
-            gate, up = self.weight.chunk(2)
-            self.packed = _pack(gate), _pack(up)
-
-    def unpack(self) -> None:
-        self.packed = None
-
-    def packed_bytes(self) -> int:
-        return 0 if self.packed is None else self.weight.nbytes
-
-    def reads_weight(self) -> bool:
-        return self.packed is None
+        gate_up = super().__call__(x)
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate).mul_(up)

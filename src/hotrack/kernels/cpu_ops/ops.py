@@ -27,11 +27,11 @@ class CpuOps(Ops):
             return AttentionPlan(batch)  # the packed row is no multiple of a page
         return CpuAttentionPlan(batch, heads, dtype)
 
-    def write_kv(self, k: Tensor, v: Tensor, kv: LayerKV, plan: AttentionPlan) -> None:
+    def write_kv(self, new: Tensor, kv: LayerKV, plan: AttentionPlan) -> None:
         if isinstance(plan, CpuAttentionPlan) and kv.rows is not None:
-            attention.write_kv(k, v, kv.rows, plan)
+            attention.write_kv(new, kv.rows, plan)
         else:
-            super().write_kv(k, v, kv, plan)
+            super().write_kv(new, kv, plan)
 
     def paged_attention(self, q: Tensor, kv: LayerKV, plan: AttentionPlan, scale: float) -> Tensor:
         if isinstance(plan, CpuAttentionPlan) and kv.pages is not None:

@@ -6,11 +6,13 @@ from torch import Tensor
 from hotrack.kernels.paged import LayerKV, PagedBatch
 
 
-def write_kv(k: Tensor, v: Tensor, kv: LayerKV, slot_mapping: Tensor) -> None:
-    """Store k [T, H, k_dim] and v [T, H, v_dim] at their slots."""
+def write_kv(new: Tensor, kv: LayerKV, slot_mapping: Tensor) -> None:
+    """Store new [T, H * k_dim + H * v_dim] (K of every head, then V) at its slots."""
+    heads, k_dim, v_dim = kv.k.shape[1], kv.k.shape[3], kv.v.shape[3]
+    k, v = new[:, : heads * k_dim], new[:, heads * k_dim :]
     blocks, offsets = slot_mapping // kv.block_size, slot_mapping % kv.block_size
-    kv.k[blocks, :, offsets] = k
-    kv.v[blocks, :, offsets] = v
+    kv.k[blocks, :, offsets] = k.reshape(-1, heads, k_dim)
+    kv.v[blocks, :, offsets] = v.reshape(-1, heads, v_dim)
 
 
 def paged_attention(
