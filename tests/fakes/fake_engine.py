@@ -12,7 +12,7 @@ from hotrack.core.errors import SleepError, WakeError
 from hotrack.core.request import EngineOutput, EngineRequest, unpack_tokens
 from hotrack.engine.core import EngineCore
 from hotrack.engine.messages import Control, ControlReply, StepFrame
-from hotrack.engine.runner import ModelRunner
+from hotrack.engine.runner import ModelRunner, device_worker
 from hotrack.engine.scheduler import Scheduler, SchedulerLimits
 from hotrack.engine.transitions import Transitions
 from hotrack.kvcache.manager import KVCacheManager
@@ -136,7 +136,7 @@ class FakeEngine:
             num_slots=slots,
             max_model_len=max_len,
             device=torch.device("cpu"),
-            num_threads=1,
+            worker=device_worker(1),
         )
         scheduler = Scheduler(manager, SchedulerLimits(seqs, budget, max_len, slots))
         self.core = EngineCore(

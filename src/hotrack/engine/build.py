@@ -4,6 +4,7 @@ memory.
 
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any
@@ -19,7 +20,7 @@ from hotrack.core.errors import ConfigError, InsufficientMemoryError
 from hotrack.core.progress import Progress
 from hotrack.distributed.tensor_parallel import TensorParallel
 from hotrack.engine.core import EngineCore
-from hotrack.engine.runner import ModelRunner
+from hotrack.engine.runner import ModelRunner, device_worker
 from hotrack.engine.scheduler import Scheduler, SchedulerLimits
 from hotrack.engine.transitions import Transitions
 from hotrack.hub.model import ResolvedModel
@@ -54,19 +55,14 @@ class _PackedWeights:
     def __init__(self, model: CausalLM, memory: MemoryManager) -> None:
         self._model = model
         self._memory = memory
-        self._names = {spec.name for spec in model.tensor_specs()}
-        self._landed: set[str] = set()
 
     def drop(self) -> None:
         self._model.before_sleep()
-        self._landed.clear()
 
     def pack(self, names: Sequence[str]) -> None:
-        """Packs once everything has landed: a copy may fuse several parameters."""
-        self._landed.update(names)
-        if self._landed >= self._names:
-            self._model.after_wake()
-            self._memory.drop_pages(self._model.redundant_after_prepack())
+        """Packs what has landed, one weight at a time, so that never two copies of the whole model exist."""
+        for name in names:
+            self._memory.drop_pages(self._model.pack(name))
 
 
 def build_engine(
@@ -84,10 +80,26 @@ def build_engine(
         ConfigError: options contradict each other, the model or the device.
         InsufficientMemoryError: one full context does not fit in the KV cache.
     """
-    start = monotonic()
     tp = tp or TensorParallel()
     num_threads = config.num_threads or max(1, len(os.sched_getaffinity(0)) // tp.size)
-    torch.set_num_threads(num_threads)
+    worker = device_worker(num_threads)
+    try:
+        return worker.submit(_build, config, tp, num_threads, worker, salt, progress, hash_every).result()
+    except BaseException:
+        worker.shutdown()
+        raise
+
+
+def _build(
+    config: EngineConfig,
+    tp: TensorParallel,
+    num_threads: int,
+    worker: ThreadPoolExecutor,
+    salt: bytes,
+    progress: StageProgress | None,
+    hash_every: int,
+) -> BuiltEngine:
+    start = monotonic()
     device = _device(config.device)
     resolved = resolve(config.model, progress=_stage(progress, "download"))
     checkpoint = open_checkpoint(resolved)
@@ -101,9 +113,8 @@ def build_engine(
 
     load()
     memory.seal()
-    model.after_load()
-    memory.drop_pages(model.redundant_after_prepack())
     memory.packed = _PackedWeights(model, memory)
+    memory.packed.pack([spec.name for spec in model.tensor_specs()])
     memory.reload = load
     loaded = monotonic()
 
@@ -131,7 +142,7 @@ def build_engine(
         max_model_len=max_model_len,
         device=device,
         tp=tp,
-        num_threads=num_threads,
+        worker=worker,
     )
     limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens, max_model_len, num_slots)
     core = EngineCore(

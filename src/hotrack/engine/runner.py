@@ -78,8 +78,22 @@ class _Inputs:
     prompt_rows: list[_PromptRows]
 
 
+def device_worker(num_threads: int | None = None) -> ThreadPoolExecutor:
+    """The thread for all that computes, loading and packing included; ``num_threads`` intra-op threads.
+
+    Only one: OpenMP keeps a team per calling thread, and once the teams together have more threads than
+    there are cores it stops spinning at barriers, which doubles the time of a decode step.
+    """
+    return ThreadPoolExecutor(1, "hotrack-device", initializer=_set_threads, initargs=(num_threads,))
+
+
+def _set_threads(num_threads: int | None) -> None:
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+
+
 class ModelRunner:
-    """``num_threads``: intra-op CPU threads of the worker (None: torch's choice, all cores).
+    """``worker``: the one thread that runs the model, see :func:`device_worker`; closed with the runner.
 
     Only rank 0 of ``tp`` samples; its tokens are broadcast on the device and are the same on every rank.
     """
@@ -95,7 +109,7 @@ class ModelRunner:
         max_model_len: int,
         device: torch.device,
         tp: TensorParallel | None = None,
-        num_threads: int | None = None,
+        worker: ThreadPoolExecutor | None = None,
     ) -> None:
         self.model = model
         self.kv = kv
@@ -106,9 +120,7 @@ class ModelRunner:
         self._token_table = torch.zeros(num_slots * max_model_len, dtype=torch.int32, device=device)
         self._sampler = Sampler()
         self._sampling = SamplingState(num_slots, vocab_size, device)
-        self._worker = ThreadPoolExecutor(
-            1, "hotrack-device", initializer=_set_threads, initargs=(num_threads,)
-        )
+        self._worker = worker or device_worker()
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         """Queue a step; the future's exception is the step's."""
@@ -273,8 +285,3 @@ def _wire_logprobs(logprobs: LogprobsTensors | None, wanted: dict[int, int]) -> 
             entry.token_ids[: 4 * (count + 1)], entry.logprobs[: count + 1], entry.rank
         )
     return found
-
-
-def _set_threads(num_threads: int | None) -> None:
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)

@@ -87,6 +87,7 @@ class CausalLM(Layer):
         self.rotary = RotaryEmbedding(self.spec.rope, self.ops, self.dtype, device)
         for layer in self._parts():
             layer.bind()
+        self._kernels = self._bound_kernels()
 
     def load_plan(self) -> Mapping[str, LoadTarget]:
         """Parameter name -> which checkpoint tensors fill it on this rank."""
@@ -105,29 +106,34 @@ class CausalLM(Layer):
 
     def after_load(self) -> None:
         """Weights are in place: make the packed copies that compute reads."""
-        for _, kernel in self._kernels():
+        for name in self._kernels:
+            self.pack(name)
+
+    def pack(self, name: str) -> list[str]:
+        """Make the packed copy of one parameter that is in place. Returns ``[name]`` if its own bytes are not
+        read any more: their pages may be dropped until the next pack."""
+        kernels = self._kernels.get(name, [])
+        for kernel in kernels:
             kernel.pack()
+        return [name] if self._is_redundant(name) else []
+
+    def _is_redundant(self, name: str) -> bool:
+        kernels = self._kernels.get(name, [])
+        reads_rows = name == "embed_tokens.weight"  # looked up by token, whatever the head has packed
+        return bool(kernels) and not reads_rows and not any(kernel.reads_weight() for kernel in kernels)
 
     def before_sleep(self) -> None:
         """Free the packed copies."""
-        for _, kernel in self._kernels():
+        for kernel in self._all_kernels():
             kernel.unpack()
-
-    def after_wake(self) -> None:
-        """Weights are back: make the packed copies again."""
-        self.after_load()
 
     def prepacked_bytes(self) -> int:
         """Bytes of all packed copies."""
-        return sum(kernel.packed_bytes() for _, kernel in self._kernels())
+        return sum(kernel.packed_bytes() for kernel in self._all_kernels())
 
     def redundant_after_prepack(self) -> list[str]:
         """Parameters not read while packed copies exist; their pages may be dropped until the next pack."""
-        return [
-            name
-            for name, kernel in self._kernels()
-            if not kernel.reads_weight() and name != "embed_tokens.weight"  # the embedding reads rows of it
-        ]
+        return [name for name in self._kernels if self._is_redundant(name)]
 
     def record_expert_counts(self, enabled: bool) -> None:
         """Start from zero, or stop, counting how many tokens each expert of each sparse layer gets."""
@@ -146,10 +152,16 @@ class CausalLM(Layer):
     def _parts(self) -> Iterator[Layer]:
         return (module for module in self.modules() if isinstance(module, Layer) and module is not self)
 
-    def _kernels(self) -> Iterator[tuple[str, Kernel]]:
+    def _all_kernels(self) -> Iterator[Kernel]:
+        return (kernel for kernels in self._kernels.values() for kernel in kernels)
+
+    def _bound_kernels(self) -> dict[str, list[Kernel]]:
+        """Parameter name -> the kernels bound to it; a tied head counts under the embedding's name."""
+        found: dict[str, list[Kernel]] = {}
         for name, module in self.named_modules():
             if isinstance(module, Layer):
                 for leaf, kernel in module.kernels():
                     full = f"{name}.{leaf}"
                     tied = self.spec.tie_word_embeddings and full == "lm_head.weight"
-                    yield "embed_tokens.weight" if tied else full, kernel
+                    found.setdefault("embed_tokens.weight" if tied else full, []).append(kernel)
+        return found

@@ -119,7 +119,7 @@ def test_packed_copies_live_from_load_to_sleep_and_come_back() -> None:
     model.before_sleep()
     assert model.prepacked_bytes() == 0
     assert model.redundant_after_prepack() == []
-    model.after_wake()
+    model.after_load()
     assert model.prepacked_bytes() == packed
     assert torch.equal(prefill(model), logits)
 
