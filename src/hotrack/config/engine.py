@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hotrack.core.errors import ConfigError
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-DEVICES = ("auto", "cpu", "cuda")
+DEVICES = ("auto", "cpu")  # what the memory layer of this version can put to sleep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +15,7 @@ class EngineConfig:
     ``kv_cache_memory_bytes`` wins over ``gpu_memory_utilization`` (a share of the device's memory for
     weights + KV +
     workspace). Both None on CPU: KV for ``max_num_seqs`` full contexts, at most 1 GiB.
+    ``device``: 'auto' is cpu in this version.
     ``block_size``: tokens per KV block. ``pipeline_depth``: steps planned ahead of the device (0 or 1).
     """
 
@@ -36,9 +37,14 @@ class EngineConfig:
     seed: int = 0
     rank_timeout_s: float = 60.0
 
+    @property
+    def torch_device(self) -> str:
+        """The device that ``device`` stands for."""
+        return "cpu" if self.device == "auto" else self.device
+
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DTYPES)
-        _one_of("device", self.device, DEVICES)
+        _one_of("device", self.device, DEVICES, hint="; this version computes on the CPU only")
         for name in ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "block_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
@@ -52,6 +58,6 @@ class EngineConfig:
             raise ConfigError(f"pipeline_depth must be 0 or 1, got {self.pipeline_depth}")
 
 
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+def _one_of(name: str, value: str, allowed: tuple[str, ...], hint: str = "") -> None:
     if value not in allowed:
-        raise ConfigError(f"--{name} must be one of {', '.join(allowed)}; got {value!r}")
+        raise ConfigError(f"--{name} must be one of {', '.join(allowed)}; got {value!r}{hint}")

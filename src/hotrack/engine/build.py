@@ -100,7 +100,7 @@ def _build(
     hash_every: int,
 ) -> BuiltEngine:
     start = monotonic()
-    device = _device(config.device)
+    device = torch.device(config.torch_device)
     resolved = resolve(config.model, progress=_stage(progress, "download"))
     checkpoint = open_checkpoint(resolved)
     spec = checkpoint.spec
@@ -217,12 +217,6 @@ def _kv_budget(config: EngineConfig, weight_bytes: int) -> int | None:
 
 def _row_bytes(groups: Sequence[CacheGroup]) -> int:
     return sum(group.row_bytes for group in groups)
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
 
 
 def _dtype(name: str, spec: ModelSpec) -> torch.dtype:

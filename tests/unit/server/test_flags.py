@@ -65,6 +65,7 @@ def test_key_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         (["m", "--port", "http"], "--port"),
         (["m", "--port", "99999"], "65535"),
         (["m", "--dtype", "int3"], "bfloat16"),
+        (["m", "--device", "cuda"], "computes on the CPU only"),
         (["m", "--kv-cache-memory-bytes", "many"], "--kv-cache-memory-bytes"),
         (["m", "--host", "0.0.0.0"], "without a key"),
         (["m", "--host", "example.org"], "without a key"),
