@@ -10,7 +10,6 @@ from hotrack.pool.events import (
     Event,
     RequestAdmitted,
     RequestRefused,
-    RequestsCut,
     StateChanged,
     SwapDone,
     SwapRecord,
@@ -70,13 +69,13 @@ class PoolMetrics:
                 self._wait.labels(member).observe(waited_s)
             case RequestRefused(member=member, code=code):
                 self._requests.labels(member, code).inc()
-            case RequestsCut(member=member, count=count):
-                self._requests.labels(member, "drain_timeout").inc(count)
             case _:
                 pass
 
     def count_request(self, member: str, code: str) -> None:
-        """A granted request ended; ``code``: HTTP status, or the error code it ended with."""
+        """A granted request ended, once for each; ``code``: HTTP status, or the error code it ended with
+        (``drain_timeout`` for one that was cut).
+        """
         self._requests.labels(member, code).inc()
 
     def render(self, status: Sequence[MemberStatus]) -> bytes:

@@ -373,10 +373,11 @@ class RunLoop:
             self._num_swaps, now, switch.cause, switch.target, switch.victims, switch.request_id
         )
         self._cut_at = inf
+        reason = f"{switch.cause} of {switch.target}" if switch.target else str(switch.cause)
         drain_s = 0.0
         for name in switch.victims:
             if self._entries[name].state is _S.READY:
-                self.moved(name, _S.DRAINING, f"{switch.cause} of {switch.target or 'nobody'}")
+                self.moved(name, _S.DRAINING, reason)
                 drain_s = max(drain_s, self._entries[name].spec.deadlines.drain_s)
         self._drain_until = now + drain_s
 

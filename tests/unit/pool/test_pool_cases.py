@@ -61,7 +61,8 @@ def test_a02_drain_deadline_ends_the_stream_with_an_error() -> None:
             assert other.ended - other.arrived == pytest.approx(1.0 + 5.0 + 0.2 + 0.5 + 0.05 + 0.1, abs=0.1)
             cut = [e for e in rig.pool.events.history() if isinstance(e, RequestsCut)]
             assert [(e.member, e.count) for e in cut] == [("a", 1)]
-            assert b'pool_requests_total{code="drain_timeout",member="a"} 1.0' in rig.pool.render_metrics()
+            # Whoever holds the lease counts how it ended; the pool would count it a second time.
+            assert b'code="drain_timeout"' not in rig.pool.render_metrics()
 
     run_virtual(main())
 
