@@ -11,7 +11,6 @@ from typing import Any
 
 import uvicorn
 import uvloop
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from hotrack.config.pool import PoolConfig
 from hotrack.core.errors import ConfigError, HotrackError
@@ -19,34 +18,11 @@ from hotrack.gateway.app import Gateway, create_app
 from hotrack.gateway.auth import Keys
 from hotrack.gateway.build import device_budgets, member_specs, pool_policy
 from hotrack.obs.log import get_logger
+from hotrack.openai.protocol import BoundedProtocol
 from hotrack.pool.pool import Pool
 
 log = get_logger(__name__)
-MAX_HEADER_BYTES = 64 * 1024
 BACKLOG = 2048
-
-
-class BoundedProtocol(HttpToolsProtocol):
-    """Cuts a connection whose request head does not end within ``MAX_HEADER_BYTES``."""
-
-    _head_bytes = 0
-    _in_head = True
-
-    def on_message_begin(self) -> None:
-        self._in_head = True
-        self._head_bytes = 0
-        super().on_message_begin()
-
-    def on_headers_complete(self) -> None:
-        self._in_head = False
-        super().on_headers_complete()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._in_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
-                self.send_400_response("The request's headers are too large.")
 
 
 class Server(uvicorn.Server):
