@@ -155,5 +155,5 @@ def test_refused_flags(tiny_model: Path, arguments: tuple[str, ...], code: int, 
 
 def test_missing_model(tmp_path: Path) -> None:
     code, text = refused(str(tmp_path / "nothing"), "--port", "0")
-    assert code == 1
+    assert code == 3
     assert "nothing" in text

@@ -17,7 +17,7 @@ from hotrack.cli import (
     residency_cmd,
     serve_cmd,
 )
-from hotrack.core.errors import CheckpointError, ConfigError, HotrackError
+from hotrack.core.errors import HotrackError
 
 app = typer.Typer(
     name="hotrack",
@@ -39,8 +39,6 @@ app.add_typer(config_cmd.app, name="config")
 app.add_typer(bench_cmd.app, name="bench")
 
 EXIT_FAILURE = 1
-EXIT_CONFIG = 2
-EXIT_CHECKPOINT = 3
 EXIT_INTERRUPTED = 130
 
 
@@ -65,15 +63,9 @@ def main() -> None:
         app()
     except HotrackError as error:
         print(f"hotrack: {error.message}", file=sys.stderr)
-        sys.exit(exit_code(error))
+        sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:  # `hotrack ps | head`
         sys.stderr.close()
         sys.exit(EXIT_FAILURE)
-
-
-def exit_code(error: HotrackError) -> int:
-    if isinstance(error, ConfigError):
-        return EXIT_CONFIG
-    return EXIT_CHECKPOINT if isinstance(error, CheckpointError) else EXIT_FAILURE

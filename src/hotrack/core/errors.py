@@ -20,9 +20,12 @@ from typing import ClassVar
 
 
 class HotrackError(Exception):
-    """Base class; ``code`` is the stable machine-readable name, ``status`` the HTTP status."""
+    """Base class; ``code`` is the stable machine-readable name, ``status`` the HTTP status, ``exit_code``
+    that of a process which ends because of it.
+    """
 
     status: ClassVar[int] = 500
+    exit_code: ClassVar[int] = 1
     type: ClassVar[str] = "internal_error"
     code: str = "internal_error"
 
@@ -45,6 +48,7 @@ class HotrackError(Exception):
 class ConfigError(HotrackError):
     """An option is unknown, malformed or contradicts another one."""
 
+    exit_code = 2
     type = "config_error"
     code = "config_error"
 
@@ -52,6 +56,7 @@ class ConfigError(HotrackError):
 class CheckpointError(HotrackError):
     """Model files are missing, damaged, hostile or of an unsupported kind."""
 
+    exit_code = 3
     type = "checkpoint_error"
     code = "checkpoint_error"
 

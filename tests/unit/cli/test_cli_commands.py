@@ -79,7 +79,7 @@ def test_every_command_has_help() -> None:
     ],
 )
 def test_exit_codes(error: HotrackError, code: int) -> None:
-    assert cli.exit_code(error) == code
+    assert error.exit_code == code
 
 
 def test_validate_accepts_and_counts(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
