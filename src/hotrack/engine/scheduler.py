@@ -71,7 +71,6 @@ class Scheduler:
         self.holding = False
 
     # ---- requests
-    # ------------------------------------------------------------------------------------------------
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request.
@@ -129,7 +128,6 @@ class Scheduler:
         return len(self._live) - len(self._running)
 
     # ---- planning
-    # ------------------------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can run before results arrive (or at all)."""
@@ -250,7 +248,6 @@ class Scheduler:
                 seq.phase = Phase.DECODE
 
     # ---- results
-    # -------------------------------------------------------------------------------------------------
 
     def update(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
         """Take the results of a finished step, oldest step first."""
@@ -291,7 +288,6 @@ class Scheduler:
         )
 
     # ---- endings
-    # -------------------------------------------------------------------------------------------------
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
         if seq.phase in RUNNING_PHASES:
