@@ -75,6 +75,7 @@ DERIVED = {
 
 ENVIRONMENT = {
     "GLIBC_TUNABLES": "Heap settings of the processes that compute; yours replace hotrack's.",
+    "GOMP_SPINCOUNT": "How long the threads of those processes spin at a barrier; yours replaces hotrack's.",
     "HOTRACK_API_KEY": "Default of every `--api-key`.",
     "HOTRACK_CACHE": "Where fetched models are kept; default `$XDG_CACHE_HOME/hotrack`.",
     "HOTRACK_LOG_LEVEL": "`debug`, `info` (default), `warning`, `error`.",
