@@ -87,6 +87,9 @@ class CausalLM(Layer):
         self.rotary = RotaryEmbedding(self.spec.rope, self.ops, self.dtype, device)
         for layer in self._parts():
             layer.bind()
+        for module in self.modules():
+            # As plain attributes they are found at once; nn.Module.__getattr__ costs 2 ms per step over 30 layers.
+            vars(module).update(module._modules)
         self._kernels = self._bound_kernels()
 
     def load_plan(self) -> Mapping[str, LoadTarget]:
