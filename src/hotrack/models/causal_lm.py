@@ -88,7 +88,7 @@ class CausalLM(Layer):
         for layer in self._parts():
             layer.bind()
         for module in self.modules():
-            # As plain attributes they are found at once; nn.Module.__getattr__ costs 2 ms per step over 30 layers.
+            # Plain attributes are found at once; nn.Module.__getattr__ costs 2 ms per step over 30 layers.
             vars(module).update(module._modules)
         self._kernels = self._bound_kernels()
 

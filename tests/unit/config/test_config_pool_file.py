@@ -58,7 +58,7 @@ pool:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("models:\n  a:\n    model_: x\n", "pool.yaml:3: models.a.model_: unknown key; did you mean 'model'?"),
+        ("models:\n  a:\n    model_: x\n", "pool.yaml:3: models.a.model_: unknown key; did you mean 'model'"),
         ("models: {a: {model: x}}\nzzz: 1\n", "pool.yaml:2: zzz: unknown key; known keys: "),
         ("models:\n  a: {model: x}\n  a: {model: y}\n", "pool.yaml:3: models.a: written twice"),
         (
