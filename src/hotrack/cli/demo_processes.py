@@ -1,6 +1,5 @@
 """Processes the demo starts: an engine alone, and a whole gateway. Neither survives the demo."""
 
-import os
 import re
 import signal
 import subprocess
@@ -16,9 +15,10 @@ from hotrack.cli.demo_script import DemoModel, Reference, ask
 from hotrack.cli.http import Api, ServerError
 from hotrack.config import env
 from hotrack.config.units import parse_size
+from hotrack.core.child import bound_to_parent
 from hotrack.core.errors import HotrackError
 from hotrack.members.probe import tree_bytes
-from hotrack.members.process import die_with_parent, free_port
+from hotrack.members.process import free_port
 
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 20.0
@@ -75,7 +75,7 @@ def run(
             stderr=subprocess.STDOUT,
             env=env.child_environment({"HOTRACK_API_KEY": ""}),  # these servers are nobody else's
             start_new_session=True,  # Ctrl-C reaches the demo alone, which then ends its processes in order
-            preexec_fn=die_with_parent(os.getpid()),
+            preexec_fn=bound_to_parent(),
         )
     try:
         yield Running(process, log, cancelled)

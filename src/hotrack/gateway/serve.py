@@ -14,6 +14,7 @@ import uvloop
 
 from hotrack.config.pool import PoolConfig
 from hotrack.core.errors import ConfigError, HotrackError
+from hotrack.core.runtime_dir import remove_leftovers
 from hotrack.gateway.app import Gateway, create_app
 from hotrack.gateway.auth import Keys
 from hotrack.gateway.build import device_budgets, member_specs, pool_policy
@@ -110,6 +111,8 @@ async def _serve(
     log_dir: Path | None,
     on_ready: Callable[[], None],
 ) -> None:
+    for path in remove_leftovers():
+        log.info("removed %s, left behind by a killed gateway", path)
     pool = Pool(member_specs(config), pool_policy(config), budgets=device_budgets(config), log_dir=log_dir)
     app = create_app(pool, config, keys)
     server = Server(uvicorn_config(app, access_log=access_log), on_exit=app.stopping.set)

@@ -2,19 +2,17 @@
 
 import asyncio
 import contextlib
-import ctypes
 import os
-import shutil
 import signal
 import socket
-import sys
-import tempfile
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
 from hotrack.config import env
+from hotrack.core.child import bound_to_parent
 from hotrack.core.errors import MemberFailedError
+from hotrack.core.runtime_dir import RuntimeDir
 from hotrack.members.endpoint import Endpoint
 from hotrack.members.spec import MemberSpec
 from hotrack.obs.log import get_logger
@@ -22,9 +20,6 @@ from hotrack.obs.log import get_logger
 log = get_logger(__name__)
 LOG_LINES = 2000
 MAX_LINE_BYTES = 8192
-MAX_SOCKET_DIR = 70
-PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 class MemberProcess:
@@ -42,7 +37,7 @@ class MemberProcess:
         self._lines: deque[str] = deque(maxlen=LOG_LINES)
         self._process: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._runtime_dir: Path | None = None
+        self._runtime_dir: RuntimeDir | None = None
         self._stopping = False
         self.on_exit: Callable[[int], None] | None = None
 
@@ -72,7 +67,7 @@ class MemberProcess:
                 stderr=asyncio.subprocess.STDOUT,
                 env=env.child_environment(dict(self._spec.env)),
                 start_new_session=True,
-                preexec_fn=die_with_parent(os.getpid()),
+                preexec_fn=bound_to_parent(),
                 limit=MAX_LINE_BYTES,
             )
         except (OSError, ValueError) as error:
@@ -102,11 +97,8 @@ class MemberProcess:
     def _place(self) -> tuple[list[str], Endpoint]:
         """Argument list with ``${SOCKET}`` or ``${PORT}`` filled in, and the endpoint that makes."""
         if any("${SOCKET}" in part for part in self._spec.command):
-            base = tempfile.gettempdir()
-            if len(base) > MAX_SOCKET_DIR:  # sockaddr_un holds 108 bytes
-                base = "/tmp"
-            self._runtime_dir = Path(tempfile.mkdtemp(prefix="hotrack-", dir=base))  # mode 0700
-            path = self._runtime_dir / "http.sock"
+            self._runtime_dir = RuntimeDir()
+            path = self._runtime_dir.path / "http.sock"
             return self._fill("${SOCKET}", str(path)), Endpoint.unix(path)
         port = free_port()
         return self._fill("${PORT}", str(port)), Endpoint.loopback(port)
@@ -148,7 +140,7 @@ class MemberProcess:
 
     def _remove_runtime_dir(self) -> None:
         if self._runtime_dir is not None:
-            shutil.rmtree(self._runtime_dir, ignore_errors=True)
+            self._runtime_dir.remove()
             self._runtime_dir = None
 
 
@@ -161,18 +153,3 @@ def free_port() -> int:
 
 def describe_exit(code: int) -> str:
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
-def die_with_parent(parent: int) -> Callable[[], None] | None:
-    """For ``preexec_fn``: ask Linux for SIGKILL when the parent dies. Only async-signal-safe calls after the
-    fork.
-    """
-    if _libc is None:
-        return None
-
-    def arm() -> None:
-        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died before the call
-            os._exit(1)
-
-    return arm
