@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -95,6 +96,17 @@ def test_sigterm_while_loading(tiny_model: Path, tmp_path: Path) -> None:
         member.process.send_signal(signal.SIGTERM)
         assert member.process.wait(15) == 0
         assert wait_gone(children)
+
+
+def test_a_signal_to_the_whole_group_drains_too(own_member: MemberProcess) -> None:
+    """Ranks that died of it would cut the stream short."""
+    with open_stream(own_member, max_tokens=300) as reply:
+        own_member.signal_group(signal.SIGTERM)
+        own_member.wait_log("stopping: no new requests")
+        assert b"data: [DONE]" in reply.read()
+    began = time.monotonic()
+    assert own_member.process.wait(10) == 0
+    assert time.monotonic() - began < 5.0
 
 
 def test_unix_socket(tiny_model: Path, tmp_path: Path) -> None:

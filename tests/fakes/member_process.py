@@ -25,7 +25,13 @@ class MemberProcess:
         command = [sys.executable, "-m", "hotrack.server", str(model), "--port", str(self.port), *flags]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HOTRACK_STORE_DIR": str(folder / "store")}
         with self.log_path.open("wb") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
+
+    def signal_group(self, number: int) -> None:
+        """To the server, its ranks and its template process at once, as a terminal does."""
+        os.killpg(self.process.pid, number)
 
     @property
     def url(self) -> str:

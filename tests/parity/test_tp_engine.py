@@ -258,6 +258,20 @@ def test_ranks_end_with_a_killed_server_and_leave_nothing(tmp_path: Path, scratc
     assert list(scratch.iterdir()) == []
 
 
+def test_a_cancelled_start_leaves_nothing_to_close(tmp_path: Path, scratch: Path) -> None:
+    async def cancel() -> None:
+        client = EngineClient(config(write_tiny(tmp_path / "tiny", "llama")))
+        starting = asyncio.create_task(client.start())
+        await asyncio.sleep(0.3)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        await client.close()
+
+    asyncio.run(cancel())
+    assert list(scratch.iterdir()) == []
+
+
 def test_what_keeps_a_rank_from_starting_arrives_typed(tmp_path: Path, scratch: Path) -> None:
     odd = write_tiny(tmp_path / "odd", "llama", num_attention_heads=3, num_key_value_heads=3)
 

@@ -3,11 +3,8 @@
 """
 
 import asyncio
-import os
 import secrets
-import shutil
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,15 +12,15 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
-import zmq
-import zmq.asyncio
-
 from hotrack.config.engine import EngineConfig
 from hotrack.config.env import child_environment, rank_environment
+from hotrack.core.child import bound_to_parent
 from hotrack.core.errors import EngineDeadError, HotrackError, error_from_code
 from hotrack.core.lifecycle import FinishReason
 from hotrack.core.request import EngineOutput, EngineRequest
+from hotrack.core.runtime_dir import RuntimeDir
 from hotrack.engine import wire
+from hotrack.engine.link import RankSocket
 from hotrack.engine.messages import (
     AbortRequest,
     AddRequest,
@@ -88,10 +85,8 @@ class EngineClient:
         self._tasks: list[asyncio.Task[None]] = []
         self._ready: asyncio.Future[RankReady] | None = None
         self._progress: StageProgress | None = None
-        self._directory: Path | None = None
-        self._context = zmq.asyncio.Context()
-        self._socket: zmq.asyncio.Socket | None = None
-        self._last_send: asyncio.Future[Any] | None = None
+        self._directory: RuntimeDir | None = None
+        self._socket: RankSocket | None = None
         self._control_ids = count()
         self._transitions = 0
         self._last_heard = 0.0
@@ -110,16 +105,13 @@ class EngineClient:
         self._progress = on_progress
         self._ready = loop.create_future()
         self._last_heard = loop.time()
-        self._directory = Path(tempfile.mkdtemp(prefix="hotrack-"))  # mode 0700
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.set_hwm(0)
-        self._socket.bind(wire.server_endpoint(self._directory))
+        self._directory = RuntimeDir()
         try:
+            self._socket = RankSocket(wire.server_endpoint(self._directory.path), self._receive, loop)
             salt = secrets.token_bytes(16)
             for rank in range(self.config.tensor_parallel_size):
-                self._ranks.append(await self._spawn(rank, self._directory, salt))
+                self._ranks.append(await self._spawn(rank, self._directory.path, salt))
             self._tasks = [
-                asyncio.create_task(self._receive(self._socket)),
                 asyncio.create_task(self._watch_silence()),
                 *(asyncio.create_task(self._watch_exit(r, p)) for r, p in enumerate(self._ranks)),
             ]
@@ -133,11 +125,14 @@ class EngineClient:
         return RankInfo(tuple(process.pid for process in self._ranks), ready.info)
 
     async def close(self) -> None:
-        """Shut down gracefully; after a few seconds, by force. Outstanding requests end with an abort."""
+        """Shut down gracefully; after a few seconds, by force. Outstanding requests end with an abort.
+
+        Harmless after a ``start`` that failed or was cancelled: nothing is left to close.
+        """
         if self._closing:
             return
         self._closing = True
-        if self.dead is None and self._ranks:
+        if self.dead is None and self._socket is not None:
             with suppress(TimeoutError, HotrackError):
                 async with asyncio.timeout(SHUTDOWN_GRACE_S):
                     await self.control("shutdown")
@@ -217,16 +212,11 @@ class EngineClient:
 
     def _send(self, messages: list[ToRank]) -> None:
         assert self._socket is not None, "start the client first"
-        # Queued in order without waiting: the socket has no high-water mark, and a dead peer is noticed
-        # elsewhere.
-        self._last_send = asyncio.ensure_future(self._socket.send(wire.to_rank_encoder.encode(messages)))
+        self._socket.send(wire.to_rank_encoder.encode(messages))
 
-    async def _receive(self, socket: zmq.asyncio.Socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            data = await socket.recv()
-            self._last_heard = loop.time()
-            self._handle(wire.from_rank_decoder.decode(data))
+    def _receive(self, data: bytes) -> None:
+        self._last_heard = asyncio.get_running_loop().time()
+        self._handle(wire.from_rank_decoder.decode(data))
 
     def _handle(self, message: FromRank) -> None:
         match message:
@@ -335,18 +325,17 @@ class EngineClient:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()
         if self._socket is not None:
-            self._socket.close(linger=0)
+            self._socket.close()
             self._socket = None
-        self._context.term()
         self._remove_directory()
 
     def _remove_directory(self) -> None:
         if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory.remove()
             self._directory = None
 
     async def _spawn(self, rank: int, directory: Path, salt: bytes) -> asyncio.subprocess.Process:
-        argument = wire.launch(self.config, rank, directory, os.getpid(), salt, debug=self._debug).encode()
+        argument = wire.launch(self.config, rank, directory, salt, debug=self._debug).encode()
         # Ranks of one host talk over loopback only.
         environment = child_environment(rank_environment())
         return await asyncio.create_subprocess_exec(
@@ -356,4 +345,5 @@ class EngineClient:
             argument,
             stdin=asyncio.subprocess.DEVNULL,
             env=environment,
+            preexec_fn=bound_to_parent(),
         )

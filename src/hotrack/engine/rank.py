@@ -2,12 +2,10 @@
 
 Rank 0 talks to the server process and turns what arrives into one frame per step, which it sends to the
 other ranks and then runs itself; they run the same frames. An idle rank blocks in poll. A rank ends when its
-parent does.
+parent says so or ends itself; signals to the process group do not reach it.
 """
 
-import ctypes
 import os
-import signal
 import sys
 import time
 from datetime import timedelta
@@ -18,6 +16,7 @@ import msgspec
 import torch.distributed as dist
 import zmq
 
+from hotrack.core.child import leave_signals_to_parent
 from hotrack.core.errors import EngineDeadError, HotrackError
 from hotrack.core.request import EngineOutput
 from hotrack.distributed.tensor_parallel import TensorParallel
@@ -39,7 +38,6 @@ from hotrack.engine.messages import (
 )
 from hotrack.obs.log import get_logger, setup_logging
 
-PR_SET_PDEATHSIG = 1
 PROGRESS_INTERVAL_S = 0.1
 
 log = get_logger("hotrack.engine.rank")
@@ -159,7 +157,7 @@ def main(argument: str) -> int:
     listens).
     """
     launch = msgspec.json.decode(argument, type=wire.RankLaunch)
-    _die_with_parent(launch.parent_pid)
+    leave_signals_to_parent()
     config = launch.engine_config()
     setup_logging(f"{config.served_model_name or Path(config.model).name}/rank{launch.rank}")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -172,8 +170,7 @@ def main(argument: str) -> int:
         if link is not None:
             link.send(RankFailed(launch.rank, error.message, error.code))
         context.destroy(linger=1000)
-        # Other threads may hang in a collective with a dead peer; nothing of theirs is worth waiting for.
-        os._exit(1)
+        return 1
     context.destroy(linger=1000)
     return 0
 
@@ -228,11 +225,9 @@ def _until_control(messages: list[ToRank]) -> tuple[list[ToRank], list[ToRank]]:
     return messages, []
 
 
-def _die_with_parent(parent_pid: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:  # it died before prctl took effect
-        os._exit(1)
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    status = main(sys.argv[1])
+    # Taking the interpreter and torch apart takes most of a second. After a failure, other threads may hang
+    # in a collective with a dead peer.
+    sys.stderr.flush()
+    os._exit(status)

@@ -14,14 +14,12 @@ class RankLaunch(msgspec.Struct, frozen=True):
     """Argument of ``python -m hotrack.engine.rank``, as JSON.
 
     ``directory``: private (0700), holds the sockets and the rendezvous file until all ranks are up.
-    ``salt``: hex, start of the prefix hash chain. ``parent_pid``: who started this rank; the rank ends with
-    it.
+    ``salt``: hex, start of the prefix hash chain.
     """
 
     config: dict[str, Any]
     rank: int
     directory: str
-    parent_pid: int
     salt: str
     debug: bool = False
 
@@ -32,10 +30,8 @@ class RankLaunch(msgspec.Struct, frozen=True):
         return msgspec.json.encode(self).decode()
 
 
-def launch(
-    config: EngineConfig, rank: int, directory: Path, parent_pid: int, salt: bytes, *, debug: bool
-) -> RankLaunch:
-    return RankLaunch(asdict(config), rank, str(directory), parent_pid, salt.hex(), debug)
+def launch(config: EngineConfig, rank: int, directory: Path, salt: bytes, *, debug: bool) -> RankLaunch:
+    return RankLaunch(asdict(config), rank, str(directory), salt.hex(), debug)
 
 
 def server_endpoint(directory: str | Path) -> str:

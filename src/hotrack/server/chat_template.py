@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from hotrack.config.env import child_environment
+from hotrack.core.child import bound_to_parent
 from hotrack.core.errors import RequestError
 from hotrack.openai.requests import ChatMessage
 from hotrack.server.template_wire import RenderJob, RenderResult, frame
@@ -133,7 +134,7 @@ class ChatTemplate:
         return await asyncio.create_subprocess_exec(
             sys.executable, "-m", "hotrack.server.template_worker",
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
-            env=child_environment({"HOTRACK_API_KEY": ""}),
+            env=child_environment({"HOTRACK_API_KEY": ""}), preexec_fn=bound_to_parent(),
         )  # fmt: skip
 
     async def _kill(self) -> None:

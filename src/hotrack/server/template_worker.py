@@ -6,11 +6,9 @@ parent kills it when a render takes too long, the kernel refuses it memory beyon
 secrets. Started as ``python -m hotrack.server.template_worker``.
 """
 
-import ctypes
 import datetime
 import json
 import resource
-import signal
 import sys
 from collections.abc import Callable
 from typing import Any, BinaryIO, NoReturn
@@ -22,11 +20,11 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from hotrack.core.child import leave_signals_to_parent
 from hotrack.server.template_wire import RenderJob, RenderResult, frame, read_frame
 
 MEMORY_LIMIT_BYTES = 1 << 30
 MAX_OUTPUT_CHARS = 32 << 20
-_PR_SET_PDEATHSIG = 1
 
 
 class _Generation(Extension):
@@ -97,8 +95,7 @@ def serve(source: BinaryIO, sink: BinaryIO, render: Callable[[RenderJob], Render
 
 
 def main() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    leave_signals_to_parent()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     serve(sys.stdin.buffer, sys.stdout.buffer, Renderer().render)
