@@ -1,134 +1,23 @@
-"""Sleep and wake: bytes come back, memory really goes, and every failure leaves things as they were."""
+"""Sleep and wake: bytes come back and memory really goes."""
 
 import os
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from torch import Tensor
 
-from fakes.memory import Faults, FaultyBackend, FaultyStore
+from fakes.memory import Faults, FaultyBackend
+from fakes.sleeping_engine import CHUNK, MUTABLE, SPECS, Engine, same_bytes
 from hotrack.core.errors import (
-    ChecksumError,
-    ConfigError,
-    HotrackError,
     RequestError,
     SleepError,
-    TransitionError,
-    WakeError,
 )
 from hotrack.core.lifecycle import EngineState
 from hotrack.core.tensorspec import TensorSpec
 from hotrack.memory import MemoryManager
 from hotrack.memory import process as memory_process
 from hotrack.memory.backend import MmapBackend
-
-CHUNK = 64 << 10
-SPECS = [
-    TensorSpec("embed", (300, 128), "bfloat16"),
-    TensorSpec("empty", (0, 7), "float32"),
-    TensorSpec("scalar", (), "float32"),
-    TensorSpec("norm", (577,), "bfloat16"),
-    TensorSpec("big", (101, 1013), "float32"),
-    TensorSpec("bytes", (3,), "uint8"),
-    TensorSpec("slots", (33,), "int64"),
-]
-MUTABLE = ("slots",)
-
-
-class Engine:
-    """A manager with filled weights and a KV cache, and what they should hold."""
-
-    def __init__(self, store_dir: Path, *, packed: bool = False, **options: object) -> None:
-        self.faults = Faults()
-        self.backend = FaultyBackend(self.faults, CHUNK)
-        self.memory = MemoryManager(
-            store_dir=store_dir,
-            backend=self.backend,
-            make_store=partial(FaultyStore, self.faults),
-            **options,  # type: ignore[arg-type]
-        )
-        self.weights = self.memory.allocate_weights(SPECS, mutable=MUTABLE)
-        self.kv = self.memory.allocate_bytes("kv_cache", 3 * CHUNK + 5)
-        self.workspace = self.memory.allocate_bytes("workspace", 10)
-        self.addresses = {name: t.data_ptr() for name, t in self.weights.items()}
-        self.load()
-        self.expected = {name: t.clone() for name, t in self.weights.items()}
-        self.kv.fill_(9)
-        self.memory.reload = self.load
-        self.copies: dict[str, Tensor] = {}
-        self.packs = packed
-        if packed:
-            self.memory.packed = self
-        self.memory.seal()
-        if packed:
-            self.pack(list(self.weights))
-
-    def load(self) -> None:
-        generator = torch.Generator().manual_seed(1)
-        for tensor in self.weights.values():
-            raw = torch.randint(0, 256, (tensor.nbytes,), generator=generator, dtype=torch.uint8)
-            if tensor.numel():
-                tensor.view(-1).view(torch.uint8).copy_(raw)
-
-    # PackedCopies
-    def drop(self) -> None:
-        self.copies.clear()
-
-    def pack(self, names: Sequence[str]) -> None:
-        for name in names:
-            self.copies[name] = self.weights[name].clone()
-        self.memory.drop_pages([name for name in names if name == "big"])
-
-    def check_weights(self) -> None:
-        for name, tensor in self.weights.items():
-            assert tensor.data_ptr() == self.addresses[name]
-            if self.packs:
-                assert same_bytes(self.copies[name], self.expected[name]), name
-            if not (self.packs and name == "big"):
-                assert same_bytes(tensor, self.expected[name]), name
-
-    def check_awake(self, *, kv: int) -> None:
-        assert not self.memory.is_sleeping
-        assert self.memory.state is EngineState.AWAKE
-        self.check_weights()
-        assert torch.equal(self.kv, torch.full_like(self.kv, kv))
-
-    def check_asleep(self, tags: tuple[str, ...] = ("weights", "kv_cache")) -> None:
-        assert self.memory.sleeping_tags == tags
-        assert self.memory.state is EngineState.ASLEEP
-        self.faults.arm(None)
-        for region in self.memory.regions:
-            if region.tag in tags:
-                assert region.resident_bytes() == 0
-        if "weights" in tags:
-            assert not self.copies
-
-
-def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Bit equality: random bytes are often NaN."""
-    a, b = a.contiguous().view(-1), b.contiguous().view(-1)
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8)) if a.numel() else True
-
-
-@pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
-    engine = Engine(tmp_path)
-    yield engine
-    engine.faults.arm(None)
-    engine.memory.close()
-
-
-@pytest.fixture
-def packed_engine(tmp_path: Path) -> Iterator[Engine]:
-    engine = Engine(tmp_path, packed=True)
-    yield engine
-    engine.faults.arm(None)
-    engine.memory.close()
 
 
 def test_tensors_are_views_in_order_and_aligned(engine: Engine) -> None:
@@ -234,23 +123,6 @@ def test_level_1_sleeper_can_go_deeper(engine: Engine) -> None:
     engine.check_awake(kv=0)
 
 
-def test_level_2_wake_fails_without_or_with_broken_reload(engine: Engine) -> None:
-    def broken() -> None:
-        raise ConfigError("no such file")
-
-    engine.memory.sleep(2)
-    for reload, message in ((None, "no way to load"), (broken, "no such file")):
-        engine.memory.reload = reload
-        with pytest.raises(WakeError, match=message):
-            engine.memory.wake()
-        engine.check_asleep()
-    engine.memory.wake(["kv_cache"])  # does not need the weights
-    engine.check_asleep(("weights",))
-    engine.memory.reload = engine.load
-    engine.memory.wake()
-    engine.check_awake(kv=0)
-
-
 def test_sleep_is_refused_when_weights_could_not_come_back(tmp_path: Path) -> None:
     engine = Engine(tmp_path, enable_sleep_mode=False)
     assert engine.memory.store_bytes == 0
@@ -334,181 +206,6 @@ def test_packing_is_fed_in_order_while_later_chunks_are_still_asleep(tmp_path: P
     assert peak <= 8 * CHUNK, "at most a few chunks run ahead of the packing"
     assert memory.regions[0].resident_bytes() == 0
     memory.close()
-
-
-def test_failing_pack_rolls_the_wake_back(packed_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = packed_engine
-    engine.memory.sleep(1)
-
-    def broken(names: Sequence[str]) -> None:
-        raise MemoryError("no room for packed copies")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "pack", broken)
-        with pytest.raises(WakeError, match="no room for packed copies"):
-            engine.memory.wake()
-    engine.check_asleep()
-    engine.memory.wake()
-    engine.check_awake(kv=0)
-
-
-def test_one_flipped_bit_is_found_and_a_repair_wakes(engine: Engine) -> None:
-    engine.memory.sleep(1)
-    store = engine.memory._sleeper.weights[0].store
-    assert isinstance(store, FaultyStore)
-    where = store.nbytes - MmapBackend.page_bytes - 1
-    good = os.pread(store._fd, 1, where)
-    os.pwrite(store._fd, bytes([good[0] ^ 16]), where)
-    for _ in range(2):
-        with pytest.raises(ChecksumError, match=r"chunk \d+ of \d+ of region 'weights': checksum is"):
-            engine.memory.wake()
-        engine.check_asleep()
-    os.pwrite(store._fd, good, where)
-    engine.memory.wake()
-    engine.check_awake(kv=0)
-
-
-def test_truncated_store_is_an_error(engine: Engine) -> None:
-    engine.memory.sleep(1)
-    store = engine.memory._sleeper.weights[0].store
-    assert isinstance(store, FaultyStore)
-    os.ftruncate(store._fd, CHUNK + 100)
-    with pytest.raises(WakeError, match="the host store ends at byte"):
-        engine.memory.wake()
-    engine.check_asleep()
-
-
-def test_wake_is_refused_when_the_device_has_no_room(engine: Engine) -> None:
-    engine.memory.sleep(1)
-    engine.backend.room = engine.memory.weight_bytes - 1
-    with pytest.raises(WakeError, match=f"the device has {engine.backend.room} left"):
-        engine.memory.wake()
-    engine.check_asleep()
-    engine.backend.room += 1
-    engine.memory.wake()
-    engine.check_awake(kv=0)
-
-
-def check_message(error: HotrackError, call: str = "") -> None:
-    """Names the region and what went wrong."""
-    assert f"injected fault in {call}" in error.message
-    assert "region '" in error.message
-
-
-def count_calls(engine: Engine, steps: Sequence[str]) -> int:
-    engine.faults.arm(None)
-    run(engine, steps)
-    return len(engine.faults.calls)
-
-
-def run(engine: Engine, steps: Sequence[str]) -> None:
-    for step in steps:
-        if step == "wake":
-            engine.memory.wake()
-        else:
-            engine.memory.sleep(int(step))
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("level", [1, 2])
-def test_every_call_fails_once_and_nothing_changes(tmp_path: Path, level: int, packed: bool) -> None:
-    """Sleep and wake with a fault at each backend and store call in turn: typed error, state and bytes as
-    before."""
-    engine = Engine(tmp_path, packed=packed)
-    total = count_calls(engine, [str(level), "wake"])
-    assert total > 20
-    failures = set()
-    for index in range(total):
-        engine.kv.fill_(9)
-        epoch = engine.memory.kv_epoch
-        engine.faults.arm(index)
-        try:
-            engine.memory.sleep(level)
-        except SleepError as error:
-            check_message(error, engine.faults.calls[index])
-            failures.add("sleep " + engine.faults.calls[index])
-            engine.faults.arm(None)
-            if engine.memory.kv_epoch > epoch:  # some of it was lost, and the manager says so
-                engine.kv.fill_(9)
-            engine.check_awake(kv=9)
-            engine.memory.sleep(level)
-        try:
-            engine.memory.wake()
-        except WakeError as error:
-            check_message(error, engine.faults.calls[index])
-            failures.add("wake " + engine.faults.calls[index])
-            engine.check_asleep()
-            engine.memory.wake()
-        engine.faults.arm(None)
-        engine.check_awake(kv=0)
-    assert failures >= {"sleep unmap", "sleep release", "sleep resident_bytes", "wake map"}
-    assert ("wake restore" if level == 1 else "wake save") in failures
-    engine.memory.close()
-
-
-def test_when_undoing_fails_too_the_manager_says_so_for_good(tmp_path: Path) -> None:
-    total = count_calls(Engine(tmp_path), ["1", "wake"])
-    failed = 0
-    for index in range(total):
-        engine = Engine(tmp_path)
-        engine.faults.arm(index, forever=True)
-        with pytest.raises(TransitionError):
-            run(engine, ["1", "wake"])
-        engine.faults.arm(None)
-        if engine.memory.state is EngineState.FAILED:
-            failed += 1
-            for step in ("1", "wake"):
-                with pytest.raises(TransitionError, match="must be restarted"):
-                    run(engine, [step])
-        elif engine.memory.is_sleeping:
-            engine.memory.wake()
-            engine.check_awake(kv=0)
-        else:
-            engine.check_awake(kv=9)
-    assert failed > 5
-
-
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    steps=st.lists(
-        st.tuples(st.sampled_from(["0", "1", "2", "wake", "w", "k"]), st.integers(0, 60)), max_size=12
-    )
-)
-def test_random_walks_with_faults_agree_with_a_model(tmp_path: Path, steps: list[tuple[str, int]]) -> None:
-    """State machine: what the manager says it is, it is; a failed step is no step."""
-    engine = Engine(tmp_path, packed=True)
-    asleep: set[str] = set()
-    tags_of = {"wake": {"weights", "kv_cache"}, "w": {"weights"}, "k": {"kv_cache"}}
-    for step, fault in steps:
-        engine.faults.arm(fault)
-        try:
-            if step in tags_of:
-                engine.memory.wake(sorted(tags_of[step]))
-                asleep -= tags_of[step]
-            else:
-                engine.memory.sleep(int(step))
-                asleep |= {"weights", "kv_cache"} if step != "0" else set()
-        except HotrackError as error:
-            check_message(error)
-        engine.faults.arm(None)
-        assert set(engine.memory.sleeping_tags) == asleep
-        if "weights" not in asleep:
-            engine.check_weights()
-    engine.memory.wake()
-    engine.check_weights()
-    engine.memory.close()
-
-
-def test_allocation_failures_are_config_errors(tmp_path: Path) -> None:
-    faults = Faults()
-    memory = MemoryManager(store_dir=tmp_path, backend=FaultyBackend(faults, CHUNK))
-    for index in range(2):
-        faults.arm(index)
-        with pytest.raises(ConfigError, match=r"no room for 4096 bytes of kv_cache: .*injected fault"):
-            memory.allocate_bytes("kv_cache", 100)
-    assert memory.regions == []
-    with pytest.raises(ConfigError, match="cpu only"):
-        MemoryManager("cuda")
 
 
 def test_transitions_do_not_nest(packed_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
