@@ -66,7 +66,11 @@ class StubMember:
 
     async def generate(self, body: dict[str, Any], path: str, receive: Any, send: Any) -> None:
         assert self.memory is not None, "asked while asleep"
-        words = self.words(body)
+        try:
+            words = self.words(body)
+        except (LookupError, TypeError):
+            await answer(send, {"error": {"message": "not what I understand"}}, 400)
+            return
         delay_s = body.get("delay_ms", 0) / 1000
         chat = path.endswith("/chat/completions")
         if not body.get("stream"):

@@ -49,13 +49,20 @@ class Admin:
     streams end when ``stopping`` is set."""
 
     def __init__(
-        self, pool: Pool, listing: Listing, keys: Keys, ready: asyncio.Event, stopping: asyncio.Event
+        self,
+        pool: Pool,
+        listing: Listing,
+        keys: Keys,
+        ready: asyncio.Event,
+        stopping: asyncio.Event,
+        openapi: bytes,
     ) -> None:
         self._pool = pool
         self._listing = listing
         self._keys = keys
         self._ready = ready
         self._stopping = stopping
+        self._openapi = openapi
         self._started = time.monotonic()
 
     def app(self) -> Starlette:
@@ -63,6 +70,7 @@ class Admin:
             Path("/health", self.health),
             Path("/ready", self.readiness),
             Path("/metrics", self.metrics),
+            Path("/openapi.json", self.openapi),
             Path("/v1/models", self._for_users(self.models)),
             Path("/v1/models/{model:path}", self._for_users(self.model)),
             Path("/running", self._for_users(self.running)),
@@ -113,6 +121,10 @@ class Admin:
     async def metrics(self, request: Request) -> Response:
         del request
         return Response(self._pool.render_metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def openapi(self, request: Request) -> Response:
+        del request
+        return Response(self._openapi, media_type="application/json")
 
     # For users.
     def _states(self) -> dict[str, MemberState]:

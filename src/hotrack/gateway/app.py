@@ -10,6 +10,7 @@ from hotrack.gateway.admin import Admin
 from hotrack.gateway.auth import Keys
 from hotrack.gateway.build import make_routes
 from hotrack.gateway.listing import Listing
+from hotrack.gateway.openapi import gateway_openapi
 from hotrack.gateway.proxy import Proxy
 from hotrack.gateway.reply import Reply
 from hotrack.gateway.request import Receive, Scope, Send
@@ -62,5 +63,6 @@ def create_app(pool: Pool, config: PoolConfig, keys: Keys) -> Gateway:
     """The application for ``pool``; the caller starts and closes the pool and sets the events."""
     ready, stopping = asyncio.Event(), asyncio.Event()
     proxy = Proxy(pool, make_routes(config), observe=pool.metrics.count_request)
-    admin = Admin(pool, Listing(config), keys, ready, stopping).app()
+    openapi = gateway_openapi(INFERENCE, needs_key=bool(keys.api or keys.admin))
+    admin = Admin(pool, Listing(config), keys, ready, stopping, openapi).app()
     return Gateway(proxy, admin, keys, ready, stopping)

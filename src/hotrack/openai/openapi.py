@@ -1,5 +1,6 @@
-"""The published OpenAPI document, generated from the wire types."""
+"""The published OpenAPI document, generated from the wire types and a list of operations."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,9 @@ _REF = "#/components/schemas/{name}"
 
 
 @dataclass(frozen=True, slots=True)
-class _Operation:
+class Operation:
+    """``open``: needs no key. ``response`` None: a body without a published schema."""
+
     path: str
     method: str
     summary: str
@@ -37,8 +40,8 @@ _TAGS = {
     "schema": {"type": "array", "items": {"type": "string", "enum": ["weights", "kv_cache", "scheduling"]}},
 }
 _BODY = (400, 404, 413)
-OPERATIONS = (
-    _Operation(
+MEMBER_OPERATIONS = (
+    Operation(
         "/v1/chat/completions",
         "post",
         "Chat",
@@ -47,7 +50,7 @@ OPERATIONS = (
         streams=True,
         errors=(*_BODY, 503),
     ),
-    _Operation(
+    Operation(
         "/v1/completions",
         "post",
         "Text completion",
@@ -56,8 +59,8 @@ OPERATIONS = (
         streams=True,
         errors=(*_BODY, 503),
     ),
-    _Operation("/v1/models", "get", "Models", responses.ModelList),
-    _Operation(
+    Operation("/v1/models", "get", "Models", responses.ModelList),
+    Operation(
         "/v1/models/{model}",
         "get",
         "One model",
@@ -65,7 +68,7 @@ OPERATIONS = (
         path_parameters=("model",),
         errors=(404,),
     ),
-    _Operation(
+    Operation(
         "/tokenize",
         "post",
         "Text or messages to tokens",
@@ -73,7 +76,7 @@ OPERATIONS = (
         requests.TokenizeRequest,
         errors=_BODY,
     ),
-    _Operation(
+    Operation(
         "/detokenize",
         "post",
         "Tokens to text",
@@ -81,7 +84,7 @@ OPERATIONS = (
         requests.DetokenizeRequest,
         errors=_BODY,
     ),
-    _Operation(
+    Operation(
         "/sleep",
         "post",
         "Free the device",
@@ -89,7 +92,7 @@ OPERATIONS = (
         query=(_LEVEL, _MODE),
         errors=(400, 500, 503),
     ),
-    _Operation(
+    Operation(
         "/wake_up",
         "post",
         "Take the device back",
@@ -97,30 +100,36 @@ OPERATIONS = (
         query=(_TAGS,),
         errors=(400, 500, 503),
     ),
-    _Operation("/is_sleeping", "get", "Asleep?", responses.IsSleepingResponse),
-    _Operation(
+    Operation("/is_sleeping", "get", "Asleep?", responses.IsSleepingResponse),
+    Operation(
         "/reset_prefix_cache",
         "post",
         "Forget cached prefixes",
         responses.ResetPrefixCacheResponse,
         errors=(503,),
     ),
-    _Operation("/health", "get", "200 while the engine lives", None, open=True, errors=(503,)),
-    _Operation("/metrics", "get", "Prometheus metrics", None, media_type="text/plain", open=True),
-    _Operation("/version", "get", "Version", responses.VersionResponse, open=True),
+    Operation("/health", "get", "200 while the engine lives", None, open=True, errors=(503,)),
+    Operation("/metrics", "get", "Prometheus metrics", None, media_type="text/plain", open=True),
+    Operation("/version", "get", "Version", responses.VersionResponse, open=True),
 )
 
 
-def openapi_json(version: str, *, needs_key: bool) -> bytes:
+def openapi_json(
+    version: str,
+    *,
+    needs_key: bool,
+    title: str = "hotrack member",
+    operations: Sequence[Operation] = MEMBER_OPERATIONS,
+) -> bytes:
     """OpenAPI 3.1, as JSON."""
-    types = [t for op in OPERATIONS for t in (op.body, op.response) if t is not None]
+    types = [t for op in operations for t in (op.body, op.response) if t is not None]
     _, components = msgspec.json.schema_components([*types, responses.ErrorResponse], ref_template=_REF)
     paths: dict[str, dict[str, Any]] = {}
-    for op in OPERATIONS:
+    for op in operations:
         paths.setdefault(op.path, {})[op.method] = _operation(op, needs_key)
     document: dict[str, Any] = {
         "openapi": "3.1.0",
-        "info": {"title": "hotrack member", "version": version},
+        "info": {"title": title, "version": version},
         "paths": paths,
         "components": {"schemas": components},
     }
@@ -129,7 +138,7 @@ def openapi_json(version: str, *, needs_key: bool) -> bytes:
     return msgspec.json.format(msgspec.json.encode(document))
 
 
-def _operation(op: _Operation, needs_key: bool) -> dict[str, Any]:
+def _operation(op: Operation, needs_key: bool) -> dict[str, Any]:
     result: dict[str, Any] = {"summary": op.summary, "responses": {"200": _success(op)}}
     errors = [*op.errors, *([401] if needs_key and not op.open else [])]
     for status in sorted(errors):
@@ -150,7 +159,7 @@ def _operation(op: _Operation, needs_key: bool) -> dict[str, Any]:
     return result
 
 
-def _success(op: _Operation) -> dict[str, Any]:
+def _success(op: Operation) -> dict[str, Any]:
     result: dict[str, Any] = {"description": "success"}
     if op.response is not None:
         result["content"] = _json(op.response)
