@@ -14,6 +14,7 @@ import pytest
 
 from fakes.served_pool import STUB, ServedPool, all_gone, served_pool
 from hotrack.cli.http import ServerError, text_pieces
+from hotrack.core.runtime_dir import remove_leftovers
 
 pytestmark = pytest.mark.e2e
 
@@ -180,6 +181,7 @@ def test_kill_9_of_the_gateway_leaves_no_orphan(tmp_path: Path) -> None:
         own.process.kill()
         own.process.wait()
         own.until(lambda: all_gone(processes), "every member gone", 10)
+        assert remove_leftovers()  # as the next gateway does
 
 
 def test_sigterm_ends_members_in_order_and_exits_zero(tmp_path: Path) -> None:
