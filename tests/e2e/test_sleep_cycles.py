@@ -75,7 +75,7 @@ def run_cycles(model: str, cycles: int, level: int, folder: Path) -> None:
             assert len({tuple(r.shared) for r in series[WARM_UP:]}) == 1
         print(
             f"{model}: {cycles} cycles at level {level}, sleep + wake {statistics.median(swaps):.0f} ms "
-            f"(median), {asleep[-1].memory // MIB} MiB asleep, {awake[-1].memory // MIB} MiB awake, tokens identical"
+            f"(median), {asleep[-1].memory // MIB} MiB asleep, {awake[-1].memory // MIB} awake; tokens same"
         )
 
 
