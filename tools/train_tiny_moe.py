@@ -220,7 +220,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=CHECKPOINT, help="where the checkpoint goes")
     parser.add_argument("--init", type=Path, metavar="FOLDER", help="continue from this checkpoint's weights")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=9000)
+    parser.add_argument("--steps", type=int, default=18000)
     parser.add_argument("--tokens", type=int, default=32768, help="tokens per step")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--warmup", type=int, default=300)
