@@ -12,7 +12,7 @@ import msgspec
 import psutil
 from rich.table import Table
 
-from hotrack import __version__
+from hotrack._version import __version__
 from hotrack.bench.sweep import CellResult, Spread
 
 

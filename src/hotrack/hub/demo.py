@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-import hotrack
 from hotrack.config import env
 from hotrack.core.errors import CheckpointError
 from hotrack.hub.model import ResolvedModel
@@ -19,7 +18,7 @@ class PackagedModel:
 
     @property
     def path(self) -> Path:
-        return Path(hotrack.__path__[0]) / "demo_models" / self.folder
+        return Path(__file__).parents[1] / "demo_models" / self.folder
 
     def resolved(self) -> ResolvedModel | None:
         return (
