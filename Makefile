@@ -7,17 +7,17 @@ STAMP := $(VENV)/.installed
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test check e2e bench fmt clean
+.PHONY: help setup setup-dev demo test unit check e2e bench fmt clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 $(BIN)/python:
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "hotrack needs Python >= 3.11, got $$($(PYTHON) --version)"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "hotrack needs Python >= 3.11, got $$($(PYTHON) --version)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	@echo "installing hotrack into $(VENV) ..."
+	@echo "installing hotrack and torch into $(VENV) (minutes the first time) ..."
 	$(INSTALL) -e '.[engine]'
 	@touch $@
 
@@ -35,7 +35,7 @@ demo: setup ## two real models take turns on this machine (KEEP=1 leaves the ser
 test: setup-dev ## the full CPU test suite
 	$(BIN)/python -m pytest tests/unit tests/parity tests/e2e -m "not gpu and not multigpu and not slow and not peer"
 
-unit: setup-dev ## the unit tests only (under a minute)
+unit: setup-dev ## the unit tests only (about a minute)
 	$(BIN)/python -m pytest tests/unit -m "not gpu and not slow and not peer"
 
 e2e: setup-dev ## real processes on loopback
