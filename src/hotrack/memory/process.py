@@ -1,10 +1,7 @@
-"""This process's own memory, read from the kernel, and giving freed heap back to it."""
+"""This process's own memory, read from the kernel."""
 
-import ctypes
 import mmap
 from pathlib import Path
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def rss_bytes() -> int:
@@ -39,13 +36,3 @@ def _field_bytes(path: Path, name: str, unit: int = 1024) -> int:
         if key == name:
             return int(value) * unit
     raise ValueError(f"{path} has no line {name}")
-
-
-def trim_heap() -> None:
-    """Return free pages of the C heap to the system. Freed prepacked weights sit there: ``free`` alone
-    keeps them.
-
-    glibc only; other C libraries have no such call and nothing happens.
-    """
-    if hasattr(_libc, "malloc_trim"):
-        _libc.malloc_trim(0)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from hotrack.core.errors import ChecksumError, SleepError, TransitionError, WakeError
+from hotrack.core.heap import trim_heap
 from hotrack.core.lifecycle import EngineState, SleepLevel
-from hotrack.memory import process
 from hotrack.memory.backend import PhysicalBackend
 from hotrack.memory.region import ChunkState, Region
 from hotrack.memory.store import HostStore
@@ -124,7 +124,7 @@ class Sleeper:
         with self._or_undo(lambda: self._bring_back(awake, Spent()), EngineState.AWAKE, SleepError):
             if self.packed is not None:
                 self.packed.drop()
-            process.trim_heap()
+            trim_heap()
             dropped = time.perf_counter()
             self._release(awake)
         if level == SleepLevel.DROP_WEIGHTS:

@@ -173,6 +173,11 @@ class GpuLedger:
         return replace(self, footprints={**self.footprints, footprint.name: footprint})
 
 
+def stated(num_bytes: int | None) -> Term:
+    """What is declared counts as the operator's word; what is not is assumed to be nothing until measured."""
+    return assumed(0) if num_bytes is None else operator(num_bytes)
+
+
 def format_bytes(num_bytes: int) -> str:
     """Two decimals of GiB from 1 GiB up, else whole MiB (one decimal below 10)."""
     if abs(num_bytes) >= GIB:

@@ -59,6 +59,7 @@ class CheckedMember:
         Raises:
             MemberFailedError: it ended or was not healthy in time; the message has its last output.
         """
+        self._first_residue_bytes = None  # the last process's, if there was one
         try:
             await self._within(self.spec.deadlines.start_s, self._until_healthy(), "start")
         except HotrackError as error:

@@ -12,7 +12,7 @@ from hotrack.members.member import Member, MemberFactory
 from hotrack.members.process import describe_exit
 from hotrack.members.spec import MemberSpec, check_members
 from hotrack.obs.log import get_logger
-from hotrack.plan.ledger import DeviceBudget, Footprint, GpuLedger, Term, assumed, operator
+from hotrack.plan.ledger import DeviceBudget, Footprint, GpuLedger, stated
 from hotrack.pool.capacity import ledger_capacity
 from hotrack.pool.checked import CheckedMember
 from hotrack.pool.effects import AsyncEffects
@@ -241,15 +241,11 @@ class _Group:
 
 
 def make_ledger(specs: Sequence[MemberSpec], budget: DeviceBudget) -> GpuLedger:
-    """What is declared counts as the operator's word; what is not is assumed to be nothing until measured."""
-
-    def term(num_bytes: int | None) -> Term:
-        return assumed(0) if num_bytes is None else operator(num_bytes)
-
+    """What is known of each member before it is measured."""
     return GpuLedger.of(
         budget,
         [
-            Footprint(spec.name, pool=term(spec.awake_bytes), residue=term(spec.residue_bytes))
+            Footprint(spec.name, pool=stated(spec.awake_bytes), residue=stated(spec.residue_bytes))
             for spec in specs
         ],
     )

@@ -24,7 +24,7 @@ from hotrack.core.errors import (
 from hotrack.core.lifecycle import MemberState
 from hotrack.members.member import Member
 from hotrack.obs.log import get_logger
-from hotrack.plan.ledger import Verdict, measured
+from hotrack.plan.ledger import Verdict, measured, stated
 from hotrack.pool.capacity import Capacity
 from hotrack.pool.door import too_late, unfit, why_not_queue
 from hotrack.pool.effects import Effects
@@ -255,6 +255,9 @@ class RunLoop:
         old = entry.move(new)
         if new is _S.STARTING or new is _S.WAKING:
             entry.holds = True
+            if new is _S.STARTING:  # what an earlier process left asleep says nothing about the new one
+                entry.residue_bytes = None
+                self._capacity = self._capacity.with_residue(name, stated(entry.spec.residue_bytes))
         elif new is _S.STOPPED:
             entry.holds, entry.memory_bytes = False, None
         elif new is _S.ASLEEP and old is _S.SUSPENDING:

@@ -2,6 +2,7 @@
 server."""
 
 import asyncio
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from hotrack.core.errors import (
     QueueFullError,
     RequestError,
 )
+from hotrack.core.heap import trim_heap
 from hotrack.core.lifecycle import EngineState, SleepLevel, SleepMode
 from hotrack.obs.member_metrics import MemberMetrics
 from hotrack.server.generation import Engine, Generation
@@ -158,6 +160,9 @@ class Residency:
             if before is EngineState.ASLEEP:
                 reached = max(reached, self.level)
             self._enter(EngineState.ASLEEP, reached)
+            # Answers leave garbage and free heap here as well, and what stays counts as residue.
+            gc.collect()
+            trim_heap()
             return report
 
     async def _wake(self, tags: list[str] | None) -> dict[str, Any]:

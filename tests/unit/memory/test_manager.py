@@ -13,6 +13,7 @@ from hotrack.core.errors import (
     RequestError,
     SleepError,
 )
+from hotrack.core.heap import trim_heap
 from hotrack.core.lifecycle import EngineState
 from hotrack.core.tensorspec import TensorSpec
 from hotrack.memory import MemoryManager
@@ -251,4 +252,4 @@ def test_process_readers() -> None:
     assert memory_process.rss_bytes() - before > 15 << 20
     assert memory_process.available_bytes() > 0
     del block
-    memory_process.trim_heap()
+    trim_heap()
