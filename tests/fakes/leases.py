@@ -13,9 +13,13 @@ class FakeLease:
     endpoint: Endpoint
     abandoned: asyncio.Event = field(default_factory=asyncio.Event)
     on_first_byte: Callable[[], None] = lambda: None
+    deaths: list[str] = field(default_factory=list)
 
     def first_byte(self) -> None:
         self.on_first_byte()
+
+    def engine_dead(self, reason: str) -> None:
+        self.deaths.append(reason)
 
 
 class FakeLeases:
@@ -31,6 +35,7 @@ class FakeLeases:
         self.num_released = 0
         self.num_withdrawn = 0
         self.first_bytes = 0
+        self.deaths: list[str] = []  # what holders said of dead engines
 
     @asynccontextmanager
     async def lease(
@@ -46,7 +51,7 @@ class FakeLeases:
             raise
         if self.error is not None:
             raise self.error()
-        lease = FakeLease(self.endpoint, on_first_byte=self._count_first_byte)
+        lease = FakeLease(self.endpoint, on_first_byte=self._count_first_byte, deaths=self.deaths)
         self.held.append(lease)
         try:
             yield lease

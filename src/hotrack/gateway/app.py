@@ -14,6 +14,7 @@ from hotrack.gateway.openapi import gateway_openapi
 from hotrack.gateway.proxy import Proxy
 from hotrack.gateway.reply import Reply
 from hotrack.gateway.request import Receive, Scope, Send
+from hotrack.openai.request_id import request_id_of
 from hotrack.pool.pool import Pool
 
 # What members answer. Everything else they have (sleep, wake, rpc, ...) is unreachable from outside.
@@ -52,7 +53,7 @@ class Gateway:
             try:
                 self._keys.check_api(scope)
             except HotrackError as error:
-                await Reply(send, b"").error(error)
+                await Reply(send, request_id_of(scope["headers"])).error(error)
                 return
             await self._proxy(scope, receive, send)
         else:

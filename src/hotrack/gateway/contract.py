@@ -22,6 +22,10 @@ class Lease(Protocol):
         """The first byte of the answer is here; called at most once."""
         ...
 
+    def engine_dead(self, reason: str) -> None:
+        """The member answered that its engine is gone."""
+        ...
+
 
 class Leases(Protocol):
     def lease(

@@ -6,7 +6,6 @@ drain deadline passed. Both cancel the handling task and are told apart by the i
 """
 
 import asyncio
-import uuid
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from hotrack.core.errors import (
     RequestError,
 )
 from hotrack.gateway.contract import Lease, Leases
-from hotrack.gateway.reply import HOP_BY_HOP, Reply
+from hotrack.gateway.reply import HOP_BY_HOP, Reply, engine_death
 from hotrack.gateway.request import (
     MAX_BODY_BYTES,
     ClientGoneError,
@@ -40,6 +39,7 @@ from hotrack.gateway.upstream import Headers, UpstreamError
 from hotrack.gateway.upstreams import Upstreams
 from hotrack.gateway.waiting import Heartbeats
 from hotrack.obs.log import get_logger
+from hotrack.openai.request_id import request_id_of
 
 log = get_logger(__name__)
 DEADLINE_HEADER = b"x-hotrack-deadline-s"
@@ -178,6 +178,8 @@ class Proxy:
                 response = await connections.request(b"POST", call.target, call.headers, call.body)
                 try:
                     await call.reply.forward(response, lease.first_byte)
+                    if reason := engine_death(call.reply.end):
+                        lease.engine_dead(reason)
                 finally:
                     response.close()
             finally:
@@ -220,14 +222,8 @@ def _upstream_failure(member: str, error: UpstreamError) -> HotrackError:
 
 
 def _begin(scope: Scope, send: Send) -> _Call:
-    request_id = b""
-    headers: Headers = []
-    for pair in scope["headers"]:
-        if pair[0] == b"x-request-id":
-            request_id = pair[1][:128]
-        elif pair[0] not in _NOT_FORWARDED:
-            headers.append(pair)
-    request_id = request_id or uuid.uuid4().hex.encode()
+    headers: Headers = [pair for pair in scope["headers"] if pair[0] not in _NOT_FORWARDED]
+    request_id = request_id_of(scope["headers"])
     headers.append((b"x-request-id", request_id))
     query: bytes = scope["query_string"]
     target: bytes = scope["path"].encode()

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable
 
-from hotrack.core.errors import HotrackError
+import msgspec
+
+from hotrack.core.errors import EngineDeadError, HotrackError
 from hotrack.gateway.request import Send
 from hotrack.gateway.upstream import Headers, UpstreamResponse
 from hotrack.openai.errors import error_headers, error_json, sse_error
@@ -14,12 +16,26 @@ HOP_BY_HOP = frozenset(
 )  # fmt: skip
 
 
+class _Error(msgspec.Struct):
+    message: str | None = None
+    code: str | None = None
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _Error
+
+
+_error_body = msgspec.json.Decoder(_ErrorBody)
+
+
 class Reply:
-    """The response to one client. ``started`` once a status line is out."""
+    """The response to one client. ``started`` once a status line is out; ``end``: the last piece of a
+    forwarded body."""
 
     def __init__(self, send: Send, request_id: bytes) -> None:
         self.status = 0
         self.sse = False
+        self.end = b""
         self._send = send
         self._request_id = request_id
 
@@ -64,6 +80,7 @@ class Reply:
             await self._forward_events(response, headers, first_byte)
             return
         body, complete = await response.read_all(BUFFERED_BYTES)
+        self.end = body
         first_byte()
         if self.sse:  # the 200 is out already: the member's refusal becomes the stream's last event
             await self._send(
@@ -104,6 +121,7 @@ class Reply:
                 data, tail = data[:cut], data[cut:]
                 if not data:
                     continue
+            self.end = data
             await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": tail, "more_body": False})
 
@@ -117,6 +135,19 @@ class Reply:
     async def _start(self, status: int, headers: Headers) -> None:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         self.status = status
+
+
+def engine_death(end: bytes) -> str | None:
+    """The reason in the end of a member's answer that says that its engine is gone, as body or as last event;
+    None for every other answer."""
+    if EngineDeadError.code.encode() not in end:  # nearly always
+        return None
+    event = end.strip().rsplit(b"\n\n", 1)[-1].removeprefix(b"data:")
+    try:
+        error = _error_body.decode(event).error
+    except msgspec.MsgspecError:
+        return None  # an answer that speaks of it
+    return (error.message or "its engine is dead") if error.code == EngineDeadError.code else None
 
 
 def _last_boundary(data: bytes) -> int:

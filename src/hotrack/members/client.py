@@ -17,6 +17,7 @@ from hotrack.members.endpoint import Endpoint
 from hotrack.members.spec import MemberSpec
 
 MAX_BODY_BYTES = 4 << 20
+MAX_REASON_CHARS = 300
 NOT_OFFERED = (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED)
 
 
@@ -47,7 +48,7 @@ class MemberClient:
         value = body.get("is_sleeping")
         if not isinstance(value, bool):
             raise MemberFailedError(
-                f"{self._spec.name}: GET /is_sleeping answered {body!r} without is_sleeping"
+                f"{self._spec.name}: GET /is_sleeping answered without a boolean is_sleeping"
             )
         return value
 
@@ -77,7 +78,9 @@ class MemberClient:
         try:
             return [str(model["id"]) for model in body["data"]]
         except (KeyError, TypeError) as error:
-            raise MemberFailedError(f"{self._spec.name}: GET /v1/models answered {body!r}") from error
+            raise MemberFailedError(
+                f"{self._spec.name}: GET /v1/models answered no list of models"
+            ) from error
 
     async def ask(self, prompt: str, max_tokens: int) -> CanaryAnswer:
         """Greedy completion with logprobs."""
@@ -99,7 +102,9 @@ class MemberClient:
                 first_logprob=None if values[0] is None else float(values[0]),
             )
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise MemberFailedError(f"{self._spec.name}: malformed completion {answer!r:.300}") from error
+            raise MemberFailedError(
+                f"{self._spec.name}: its completion has no text or malformed logprobs"
+            ) from error
 
     async def _call(
         self,
@@ -133,7 +138,7 @@ class MemberClient:
         if optional and status in NOT_OFFERED:
             return {}
         if not 200 <= status < 300:
-            raise MemberFailedError(f"{what} answered {status}: {raw.decode(errors='replace')[:300]}")
+            raise MemberFailedError(f"{what} answered {status}: {_reason(raw)}")
         return _json_object(raw)
 
     def _connection(self) -> aiohttp.ClientSession:
@@ -152,3 +157,19 @@ def _json_object(raw: bytes) -> dict[str, Any]:
     except msgspec.DecodeError:
         return {}  # e.g. a plain "OK" from /health; callers that need fields check for them
     return body if isinstance(body, dict) else {}
+
+
+def _reason(raw: bytes) -> str:
+    """What an error answer says to people: OpenAI's or FastAPI's message, else its first line."""
+    body = _json_object(raw)
+    error = body.get("error", body)
+    if isinstance(error, dict):
+        for key in ("message", "detail"):
+            if isinstance(error.get(key), str):
+                return str(error[key])[:MAX_REASON_CHARS]
+    if isinstance(error, str):
+        return error[:MAX_REASON_CHARS]
+    lines = raw.decode(errors="replace").strip().splitlines()
+    if not lines or lines[0].lstrip().startswith(("{", "[", "<")):
+        return f"{len(raw)} bytes without a message"
+    return lines[0][:MAX_REASON_CHARS]

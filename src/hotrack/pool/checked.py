@@ -18,9 +18,11 @@ from hotrack.core.lifecycle import SleepMode
 from hotrack.members.canary import CanaryAnswer, mismatch
 from hotrack.members.member import Member
 from hotrack.members.reconcile import Found, classify, observe
-from hotrack.plan.ledger import format_bytes
+from hotrack.plan.ledger import MIB, format_bytes
 
 T = TypeVar("T")
+FLAT_S = 1.0  # a sleeper that gave back a part and then nothing for this long will not give back the rest
+FLAT_BYTES = MIB
 
 
 class CanaryMismatchError(WakeError):
@@ -144,17 +146,27 @@ class CheckedMember:
 
     async def _sleep_once(self, mode: SleepMode, before: int | None) -> int | None:
         await self._within(self.spec.deadlines.sleep_s, self.member.sleep(mode), "sleep")
-        limit, release_s = self._residue_limit(before), self.spec.deadlines.release_s
-        until = self._clock.now() + release_s
+        limit, began = self._residue_limit(before), self._clock.now()
+        low, low_at = before, began
         while True:
-            sleeping, held = await self._is_sleeping(), await self.measure()
+            sleeping, held, now = await self._is_sleeping(), await self.measure(), self._clock.now()
             gone = held is None or limit is None or held <= limit
             if sleeping and gone:
                 return held
-            if self._clock.now() >= until:
+            if held is not None and (low is None or held < low - FLAT_BYTES):
+                low, low_at = held, now
+            # Nothing given back at all may still be on its way; half of it and no more is all there is.
+            partly = (
+                before is not None
+                and limit is not None
+                and low is not None
+                and before - low >= (before - limit) / 2
+            )
+            flat = sleeping and partly and now - low_at >= FLAT_S
+            if flat or now - began >= self.spec.deadlines.release_s:
                 holds = f"it holds {format_bytes(held or 0)}, expected at most {format_bytes(limit or 0)}"
                 problem = holds if sleeping else "it still says that it is awake"
-                raise SleepError(f"{release_s:g} s after /sleep {problem}")
+                raise SleepError(f"{now - began:.1f} s after /sleep {problem}")
             await self._clock.sleep(self._poll_s)
 
     async def _until_back(self, until: float) -> None:

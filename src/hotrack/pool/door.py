@@ -28,26 +28,41 @@ def why_not_queue(
     """
     name = entry.name
     if entry.state is _S.QUARANTINED:
-        return MemberFailedError(
-            f"{name} is quarantined after repeated failures and needs an operator: {entry.last_error}"
-        )
+        return quarantined(entry)
     if entry.state is _S.ASLEEP and not (entry.spec.auto_wake or request.by_operator):
         return ModelAsleepError(f"{name} is asleep and is not woken by requests; wake it first")
-    if entry.retry_at > now:
-        kind = WakeFailedError if entry.state is _S.ASLEEP else MemberFailedError
-        return kind(f"{name} failed and is backing off: {entry.last_error}", retry_after_s=wait_s)
     if len(entry.queue) >= policy.max_queue:
         return QueueFullError(
             f"{len(entry.queue)} requests already wait for {name} (limit {policy.max_queue})",
             retry_after_s=wait_s,
         )
     if now + wait_s > request.deadline:
+        if entry.retry_at > now:
+            kind = WakeFailedError if entry.state is _S.ASLEEP else MemberFailedError
+            return kind(
+                f"{name} failed and is tried again too late for this request: {entry.last_error}",
+                retry_after_s=wait_s,
+            )
         return DeadlineExceededError(
             f"{name} needs about {wait_s:.1f} s before it can answer, the deadline is in "
             f"{request.deadline - now:.1f} s",
             retry_after_s=wait_s,
         )
     return None
+
+
+def quarantined(entry: Entry) -> MemberFailedError:
+    return MemberFailedError(
+        f"{entry.name} is quarantined after repeated failures and needs an operator: {entry.last_error}"
+    )
+
+
+def cannot_sleep(entry: Entry) -> HotrackError | None:
+    """Why a member that is not awake cannot be put to sleep; None when it holds no device as it is."""
+    if entry.state in (_S.ASLEEP, _S.STOPPED):
+        return None
+    reason = f": {entry.last_error}" if entry.last_error else ""
+    return MemberFailedError(f"{entry.name} cannot be put to sleep, it is {entry.state}{reason}")
 
 
 def too_late(entry: Entry, request: Request, *, now: float, wait_s: float) -> DeadlineExceededError:

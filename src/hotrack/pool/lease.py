@@ -20,6 +20,8 @@ class LeaseOwner(Protocol):
 
     def on_first_byte(self, request: Request) -> None: ...
 
+    def on_engine_dead(self, request: Request, reason: str) -> None: ...
+
     def estimate_s(self, member: str) -> float: ...
 
 
@@ -68,6 +70,10 @@ class Lease(Request):
         """Tell the pool that the first byte of the answer left; cheap, call it once."""
         if self.swap is not None:
             self._owner.on_first_byte(self)
+
+    def engine_dead(self, reason: str) -> None:
+        """Tell the pool that the member answered with ``engine_dead``."""
+        self._owner.on_engine_dead(self, reason)
 
     def estimate_s(self) -> float:
         """Seconds until the member can admit a request, from measured swap times; 0 when it can now."""

@@ -15,12 +15,13 @@ from hotrack.obs.log import get_logger
 from hotrack.plan.ledger import DeviceBudget, Footprint, GpuLedger, stated
 from hotrack.pool.capacity import ledger_capacity
 from hotrack.pool.checked import CheckedMember
+from hotrack.pool.command import Command
 from hotrack.pool.effects import AsyncEffects
 from hotrack.pool.events import EventLog, SwapRecord
 from hotrack.pool.lease import Lease
 from hotrack.pool.metrics import PoolMetrics
 from hotrack.pool.policy import PoolPolicy
-from hotrack.pool.run_loop import Command, RunLoop
+from hotrack.pool.run_loop import RunLoop
 from hotrack.pool.scheduler import Switch
 from hotrack.pool.status import MemberStatus
 from hotrack.pool.transitions import Transitions

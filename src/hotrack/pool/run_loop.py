@@ -10,7 +10,7 @@ method awaits, so no two ever interleave; nothing here knows asyncio. Rules:
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from math import inf
 
 from hotrack.core.clock import Clock
@@ -26,7 +26,8 @@ from hotrack.members.member import Member
 from hotrack.obs.log import get_logger
 from hotrack.plan.ledger import Verdict, measured, stated
 from hotrack.pool.capacity import Capacity
-from hotrack.pool.door import too_late, unfit, why_not_queue
+from hotrack.pool.command import Command
+from hotrack.pool.door import cannot_sleep, quarantined, too_late, unfit, why_not_queue
 from hotrack.pool.effects import Effects
 from hotrack.pool.entry import Entry
 from hotrack.pool.events import (
@@ -43,27 +44,18 @@ from hotrack.pool.events import (
 )
 from hotrack.pool.policy import PoolPolicy
 from hotrack.pool.request import Request, RequestState
-from hotrack.pool.scheduler import DOWN_STATES, GroupView, Refuse, SwapScheduler, Switch, Wait
+from hotrack.pool.scheduler import DOWN_STATES, GroupView, Refuse, Room, SwapScheduler, Switch, Wait
 from hotrack.pool.status import MemberStatus
 from hotrack.pool.transitions import Outcome
 
 log = get_logger(__name__)
 _S = MemberState
-FOR_WAITERS = frozenset({Cause.REQUEST, Cause.QUANTUM, Cause.MAX_WAIT, Cause.PRIORITY, Cause.DEADLINE})
+FOR_WAITERS = frozenset(
+    {Cause.REQUEST, Cause.QUANTUM, Cause.MAX_WAIT, Cause.PRIORITY, Cause.DEADLINE, Cause.OPERATOR}
+)
 MAX_MISSED_PROBES = 3
 CLOSING = "the pool is shutting down"
 WORKING = frozenset({_S.READY, _S.DRAINING, _S.ASLEEP})
-
-
-@dataclass(slots=True)
-class Command:
-    """A wish from outside ('boot', 'sleep', 'unload', 'kill'); ``done`` is called once, with what went
-    wrong.
-    """
-
-    kind: str
-    name: str
-    done: Callable[[HotrackError | None], None]
 
 
 class RunLoop:
@@ -199,10 +191,22 @@ class RunLoop:
         entry.missed_probes = 0 if healthy else entry.missed_probes + 1
         if entry.missed_probes >= MAX_MISSED_PROBES and not self._closing and entry.state in WORKING:
             entry.missed_probes = 0
-            self.failed(name, MemberFailedError(f"{name} no longer answers its health check"), holds=True)
-            if entry.spec.command:
-                self._commands.append(Command("kill", name, done=_ignore))
-            self._settle()
+            self._give_up(entry, MemberFailedError(f"{name} no longer answers its health check"))
+
+    def on_engine_dead(self, request: Request, reason: str) -> None:
+        """A member answered that its engine is gone: its process follows at once, without waiting for a
+        probe."""
+        entry = self._entries[request.member]
+        stale = request.state is not RequestState.GRANTED  # of an earlier process
+        if not (stale or self._closing) and entry.state in (_S.READY, _S.DRAINING):
+            self._give_up(entry, MemberFailedError(f"{entry.name}: {reason}"))
+
+    def _give_up(self, entry: Entry, error: MemberFailedError) -> None:
+        """It failed, and its process must end: it may be alive and hold memory."""
+        self.failed(entry.name, error, holds=True)
+        if entry.spec.command:
+            self._commands.append(Command("kill", entry.name))
+        self._settle()
 
     def on_switch_done(self, outcome: Outcome) -> None:
         """The transition task ended."""
@@ -230,7 +234,7 @@ class RunLoop:
         if error is None:
             if entry.last_failed_swap != record.number:
                 entry.num_failures = 0
-            entry.retry_at = -inf
+            entry.retry_at, entry.last_error = -inf, ""
             if entry.state is _S.VERIFYING:
                 self.moved(entry.name, _S.READY)
                 entry.ready_since = entry.last_used = now
@@ -437,14 +441,15 @@ class RunLoop:
             if entry.state not in (_S.STOPPED, _S.UNKNOWN):
                 return None
             found = entry.state is _S.UNKNOWN
-            victims = () if found else self._scheduler.victims(self._view(), entry.name)
-            if victims is None:
+            room = Room(()) if found else self._scheduler.room(self._view(), entry.name)
+            if room is None:
                 return self._unfit(entry.name, self._scheduler.verdict_alone(self._view(), entry.name))
             alone = not any(other.state is _S.READY for other in self._entries.values())
-            return Switch(Cause.BOOT, entry.name, victims, then_sleep=not (found and alone))
+            then_sleep = not (found and alone)
+            return Switch(Cause.BOOT, entry.name, room.victims, then_sleep=then_sleep, cold=room.cold)
         if command.kind == "sleep":
             ready = entry.state is _S.READY
-            return Switch(Cause.OPERATOR, victims=(entry.name,)) if ready else None
+            return Switch(Cause.OPERATOR, victims=(entry.name,)) if ready else cannot_sleep(entry)
         assert command.kind in ("unload", "kill"), command.kind
         if entry.state is _S.STOPPED:
             return None
@@ -465,6 +470,8 @@ class RunLoop:
 
     def _expire(self, now: float) -> None:
         for entry in self._entries.values():
+            if entry.state is _S.QUARANTINED:
+                self._refuse_waiters(entry, partial(quarantined, entry))
             late = [request for request in entry.queue if request.deadline <= now]
             for request in late:
                 entry.queue.remove(request)
@@ -488,7 +495,3 @@ class RunLoop:
         self._effects.publish(
             RequestRefused(self._clock.now(), request.member, request.request_id, error.code)
         )
-
-
-def _ignore(error: HotrackError | None) -> None:
-    """Nobody waits for this command."""

@@ -23,8 +23,10 @@ class MemberView:
     ``oldest``: arrival of the request that waits longest; ``deadline``: earliest deadline given by a client
     among those waiting; ``waiting_priority`` / ``running_priority``: best (lowest) of each, inf when there
     is none.
+    ``by_operator``: nobody but an operator waits.
     ``served``: requests admitted since ``ready_since``. ``retry_at``: not to be tried before. ``holds``: its
-    process may hold memory although it is not awake (a failed sleeper). ``sleep_s``: expected seconds to put
+    process may hold memory although it is not awake (a failed sleeper). ``stoppable``: its process is ours to
+    end. ``sleep_s``: expected seconds to put
     it to sleep; ``drain_s``: most that its drain may take; ``swap_s``: expected seconds to swap
     it in.
     """
@@ -37,6 +39,7 @@ class MemberView:
     waiting_priority: float = inf
     running_priority: float = inf
     request_id: str = ""
+    by_operator: bool = False
     num_in_flight: int = 0
     served: int = 0
     ready_since: float = 0.0
@@ -45,6 +48,7 @@ class MemberView:
     pinned: bool = False
     ttl_s: float = 0.0
     holds: bool = False
+    stoppable: bool = False
     swap_s: float = 1.0
     sleep_s: float = 0.0
     drain_s: float = 0.0
@@ -77,7 +81,8 @@ class GroupView:
 @dataclass(frozen=True, slots=True)
 class Switch:
     """Victims drain and sleep, then ``target`` (if any) is started or woken. ``then_sleep``: put the target
-    back to sleep once verified. ``stop``: victims end as processes instead of sleeping."""
+    back to sleep once verified. ``stop``: victims end as processes instead of sleeping. ``cold``: those of
+    the victims, awake or asleep already, that end as processes because even asleep they hold too much."""
 
     cause: Cause
     target: str | None = None
@@ -85,6 +90,15 @@ class Switch:
     request_id: str = ""
     then_sleep: bool = False
     stop: bool = False
+    cold: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Who gives memory back for a target; see ``Switch.cold``."""
+
+    victims: tuple[str, ...]
+    cold: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +130,14 @@ class SwapScheduler:
             if target.retry_at > now:
                 wait_until = min(wait_until, target.retry_at)
                 continue
-            victims = self.victims(view, target.name)
-            if victims is None:
+            room = self.room(view, target.name)
+            if room is None:
                 return Refuse(target.name, self.verdict_alone(view, target.name))
-            due_at, cause = self._due(target, [m for m in view.members if m.name in victims], now)
+            awake = [m for m in view.members if m.name in room.victims and m.state is MemberState.READY]
+            due_at, cause = self._due(target, awake, now)
             if due_at <= now:
-                return Switch(cause, target.name, victims, target.request_id)
+                cause = Cause.OPERATOR if target.by_operator else cause
+                return Switch(cause, target.name, room.victims, target.request_id, cold=room.cold)
             wait_until = min(wait_until, due_at)
         return self._housekeeping(view, now, wait_until)
 
@@ -142,11 +158,39 @@ class SwapScheduler:
 
         return choose_victims(holders, fits_without)
 
+    def room(self, view: GroupView, target: str) -> Room | None:
+        """Like ``victims``, but where sleepers' residues break the sum, some of those end as processes."""
+        victims = self.victims(view, target)
+        if victims is not None:
+            return Room(victims)
+        candidates = [
+            Holder(m.name, m.state is MemberState.ASLEEP, m.last_used)  # sleepers before awake ones
+            for m in view.members
+            if m.name != target and _may_stop(m)
+        ]
+        beside, absent = _beside(view, target)
+        cold = choose_victims(
+            candidates, lambda stopped: view.capacity.fits(beside, absent=absent | stopped).fits
+        )
+        if cold is None:
+            return None
+        others = [
+            Holder(m.name, m.idle, m.last_used)
+            for m in view.members
+            if m.state is MemberState.READY and not m.pinned and m.name not in (target, *cold)
+        ]
+        names = frozenset(holder.name for holder in others)
+        asleep_too = choose_victims(
+            others,
+            lambda gone: view.capacity.fits(beside | (names - gone), absent=absent | set(cold)).fits,
+        )
+        return Room((*cold, *(asleep_too or ())), frozenset(cold))
+
     def verdict_alone(self, view: GroupView, target: str) -> Verdict:
-        """The sum that refuses ``target``: only pinned and stuck members beside it."""
-        beside = {m.name for m in view.members if m.stuck or (m.pinned and m.state is MemberState.READY)}
-        absent = {m.name for m in view.members if m.absent}
-        return view.capacity.fits(beside | {target}, absent=absent - {target})
+        """The sum that refuses ``target``: beside it only members that can neither sleep nor end."""
+        beside, absent = _beside(view, target)
+        stoppable = {m.name for m in view.members if m.name != target and _may_stop(m)}
+        return view.capacity.fits(beside, absent=absent | stoppable)
 
     def _waiting(self, view: GroupView, now: float) -> list[MemberView]:
         """Candidates, most urgent first: overdue ones by age, then by priority, then by most waiting work
@@ -197,3 +241,15 @@ class SwapScheduler:
                     return Switch(Cause.RESTART, m.name, then_sleep=not m.num_waiting)
                 wait_until = min(wait_until, m.retry_at)
         return Wait(wait_until)
+
+
+def _may_stop(m: MemberView) -> bool:
+    """A sleeper, or an awake member that may be evicted, whose process is ours."""
+    return m.stoppable and (m.state is MemberState.ASLEEP or (m.state is MemberState.READY and not m.pinned))
+
+
+def _beside(view: GroupView, target: str) -> tuple[set[str], set[str]]:
+    """Who is awake with ``target`` in any case (it included), and who holds nothing."""
+    stays = {m.name for m in view.members if m.stuck or (m.pinned and m.state is MemberState.READY)}
+    absent = {m.name for m in view.members if m.absent}
+    return stays | {target}, absent - {target}

@@ -81,8 +81,11 @@ class Transitions:
             for victim in switch.victims:
                 if switch.stop:
                     await self._unload(victim)
+                elif victim in switch.cold:
+                    await self._unload(victim, f"even asleep it would leave no room for {switch.target}")
                 elif self.sink.state(victim) is _S.DRAINING:  # it may have died meanwhile
                     await self._suspend(victim, mode, record, as_victim=True)
+            await self._end_heavy_sleepers(switch)
         except HotrackError as error:
             return Outcome(error, victim_failed=True)
         if switch.target is None:
@@ -95,13 +98,24 @@ class Transitions:
             return Outcome(error)
         return Outcome()
 
-    async def _unload(self, name: str) -> None:
+    async def _end_heavy_sleepers(self, switch: Switch) -> None:
+        """Victims that kept more than the sum allows end as processes: the target gets its turn, and they
+        start cold at their next one."""
+        if switch.target is None or self.sink.state(switch.target) is _S.UNKNOWN:
+            return
+        for victim in switch.victims:
+            if self.sink.fits(switch.target).fits:
+                return
+            if self.sink.state(victim) is _S.ASLEEP and not self.members[victim].external:
+                await self._unload(victim, f"asleep it leaves no room for {switch.target}")
+
+    async def _unload(self, name: str, reason: str = "") -> None:
         try:
             await self.members[name].stop()
         except HotrackError as error:
             self.sink.failed(name, error, holds=True)
             raise
-        self.sink.moved(name, _S.STOPPED)
+        self.sink.moved(name, _S.STOPPED, reason)
 
     async def _suspend(self, name: str, mode: SleepMode, record: SwapRecord, *, as_victim: bool) -> None:
         """DRAINING or VERIFYING -> SUSPENDING -> ASLEEP (STOPPED when it cannot sleep), once the bytes are

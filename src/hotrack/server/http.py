@@ -2,8 +2,6 @@
 untouched."""
 
 import hmac
-import re
-import secrets
 from typing import TypeVar
 
 import msgspec
@@ -17,13 +15,13 @@ from hotrack.obs.log import get_logger
 from hotrack.obs.member_metrics import MemberMetrics
 from hotrack.openai.errors import error_headers, error_json
 from hotrack.openai.parse import parse_request
+from hotrack.openai.request_id import request_id_of
 
 log = get_logger(__name__)
 T = TypeVar("T", bound=msgspec.Struct)
 
 # Probes and scrapers carry no key; none of these says anything about requests.
 OPEN_PATHS = frozenset({"/health", "/metrics", "/version", "/openapi.json"})
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _encode = msgspec.json.Encoder().encode
 
 
@@ -100,9 +98,8 @@ async def read_request(request: Request, schema: type[T], limit: int, metrics: M
 
 
 def request_id(request: Request) -> str:
-    """The caller's ``X-Request-Id`` when it is a sane one, else a new id."""
-    given = request.headers.get("x-request-id", "")
-    return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+    """The caller's ``X-Request-Id`` when it is a harmless one, else a new id."""
+    return request_id_of(request.headers.raw).decode("ascii")
 
 
 class Edge:

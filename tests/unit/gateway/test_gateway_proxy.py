@@ -435,3 +435,62 @@ def test_a_server_that_shuts_down_ends_answers_with_a_typed_error(tmp_path: Path
         assert pool.num_released == 1
 
     play(tmp_path, script, test, watch=True)
+
+
+DEAD = (
+    b'{"error":{"message":"rank 0 was killed","type":"service_unavailable",'
+    b'"param":null,"code":"engine_dead"}}'
+)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_member_without_its_engine_is_reported_at_once(tmp_path: Path, stream: bool) -> None:
+    async def script(exchange: Exchange) -> None:
+        if stream:
+            await exchange.events(b'data: {"choices":[{"text":"a"}]}\n\n', b"data: " + DEAD + b"\n\n")
+        else:
+            head = b"HTTP/1.1 503 x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(
+                DEAD
+            )
+            await exchange.write(head, DEAD)
+
+    async def test(proxy: Proxy, pool: FakeLeases, upstream: RawUpstream) -> None:
+        call = AsgiCall(proxy, CHAT, body(stream=stream))
+        await call.run()
+        assert DEAD in call.body
+        assert pool.deaths == ["rank 0 was killed"]
+
+    play(tmp_path, script, test)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"choices":[{"text":"engine_dead"}]}',
+        b'{"error":{"message":"engine_dead is a code","code":"invalid_request"}}',
+        b"engine_dead",
+    ],
+)
+def test_an_answer_about_dead_engines_is_no_death(tmp_path: Path, text: bytes) -> None:
+    async def script(exchange: Exchange) -> None:
+        await exchange.events(b"data: " + text + b"\n\n")
+
+    async def test(proxy: Proxy, pool: FakeLeases, upstream: RawUpstream) -> None:
+        await AsgiCall(proxy, CHAT, body(stream=True)).run()
+        assert pool.deaths == []
+
+    play(tmp_path, script, test)
+
+
+@pytest.mark.parametrize("given", [b"a b", b"x" * 129, b"\xe9"])
+def test_a_request_id_that_is_not_harmless_is_replaced_everywhere(tmp_path: Path, given: bytes) -> None:
+    async def test(proxy: Proxy, pool: FakeLeases, upstream: RawUpstream) -> None:
+        call = AsgiCall(proxy, CHAT, body(), headers=[(b"x-request-id", given)])
+        await call.run()
+        echoed = call.headers[b"x-request-id"]
+        assert len(echoed) == 32
+        assert b"x-request-id: " + echoed in upstream.exchanges[0].head
+        assert given not in upstream.exchanges[0].head
+        assert pool.asked[0]["request_id"] == echoed.decode()
+
+    play(tmp_path, answer, test)

@@ -249,9 +249,15 @@ def test_a12_a_failed_wake_rolls_back_and_restores_the_previous_member() -> None
             assert (rig.state("a"), rig.state("b")) == (MemberState.READY, MemberState.ASLEEP)
             assert rig.swaps()[-1].cause is Cause.RESTORE
             assert rig.world.held["b"] == GIB
-            retries = [await rig.request("b") for _ in range(50)]
+            rig["b"].faults["wake"], rig["b"].sticky = ["error", "error"], False
+            retries = await rig.all(*["b"] * 50)
             assert {r.code for r in retries} == {"wake_failed"}
-            assert rig.world.count("wake", "b") <= 3  # back-off, not one wake per request
+            assert rig.world.count("wake", "b") == 2  # one attempt for all of them
+            late = await rig.all(*["b"] * 50)  # within the back-off
+            assert {r.code for r in late} == {"wake_failed"}
+            assert (await rig.request("b")).code == "ok"  # waits for the next attempt
+            assert rig.pool.status()[1].last_error == ""
+            assert any("out of memory" in swap.error for swap in rig.swaps())
             assert rig.world.violations == []
 
     run_virtual(main())
@@ -348,12 +354,13 @@ def test_a21_death_while_asleep_is_seen_and_healed() -> None:
             await rig.request("b")
             rig["a"].die()
             assert rig.state("a") is MemberState.FAILED
-            refused = await rig.request("a")
+            refused = await rig.request("a", deadline_s=2.0)
             assert refused.code == "member_failed"
             assert refused.error is not None
             assert (refused.error.retry_after_s or 0) >= 5.0  # back-off and the measured start time
-            await asyncio.sleep(2)
-            assert (await rig.request("a")).code == "ok"
+            assert rig.pool.status()[0].last_error
+            assert (await rig.request("a")).code == "ok"  # its deadline lets it wait for the restart
+            assert rig.pool.status()[0].last_error == ""
 
     run_virtual(main())
 

@@ -199,11 +199,14 @@ def test_failed_wake_refuses_waiters_and_restores_the_holder() -> None:
     bench.finish(WakeError("out of memory"))
     assert bench.calls[-2:] == [("wake_failed", "1"), ("run", ">a")]
     bench.finish()
-    bench.request("b", "2")
-    assert bench.calls[-1] == ("wake_failed", "2")  # backing off
-    bench.advance(bench.policy.backoff_s)
+    bench.request("b", "2", deadline=bench.clock.now() + bench.policy.backoff_s / 2)
+    assert bench.calls[-1] == ("wake_failed", "2")  # the next attempt comes too late for it
     bench.request("b", "3")
+    assert bench.calls[-1] == ("wake_failed", "2")  # backing off; this one can wait
+    bench.advance(bench.policy.backoff_s)
     assert bench.calls[-1] == ("run", "a>b")
+    bench.finish()
+    assert bench.calls[-1] == ("grant", "3")
 
 
 def test_failed_sleep_leaves_the_target_waiting_until_memory_is_back() -> None:
