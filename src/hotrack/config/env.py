@@ -33,6 +33,16 @@ def log_level() -> str:
     return os.environ.get("HOTRACK_LOG_LEVEL", "info")
 
 
+def c_compiler() -> str | None:
+    """CC: the C compiler for kernels that are built on this machine."""
+    return os.environ.get("CC") or None
+
+
+def native_kernels() -> bool:
+    """HOTRACK_NATIVE=0 turns compiled CPU kernels off; their torch twins are used."""
+    return os.environ.get("HOTRACK_NATIVE", "1").lower() not in ("0", "false", "no", "off")
+
+
 def expand(name: str) -> str | None:
     """Value for ``${env.NAME}`` in a pool file; None when unset."""
     return os.environ.get(name)

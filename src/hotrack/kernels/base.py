@@ -62,6 +62,14 @@ class Ops:
         """Once per step and cache group: everything about addressing and masking that layers share."""
         return AttentionPlan(batch)
 
+    def rotate_and_cache(
+        self, qkv: Tensor, heads: HeadShape, cos: Tensor, sin: Tensor, kv: LayerKV, plan: AttentionPlan
+    ) -> None:
+        """Rotates the q and k heads of qkv [T, (H + 2 * K) * d] in place, then caches k and v."""
+        H, K, d = heads.num_heads, heads.num_kv_heads, heads.head_dim
+        self.apply_rope(qkv.view(-1, H + 2 * K, d)[:, : H + K], cos, sin)
+        self.write_kv(qkv[:, H * d :], kv, plan)
+
     def write_kv(self, new: Tensor, kv: LayerKV, plan: AttentionPlan) -> None:
         """new [T, H * k_dim + H * v_dim], K of every head then V of every head -> their cache slots."""
         attention.write_kv(new, kv, plan.batch.slot_mapping)

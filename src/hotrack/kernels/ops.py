@@ -1,13 +1,27 @@
 """Chooses the kernels of a device, once."""
 
+import logging
+
 import torch
 
+from hotrack.config import env
 from hotrack.kernels.base import AttentionPlan, Ops
 from hotrack.kernels.cpu_ops.ops import CpuOps
+from hotrack.kernels.native.compiler import NativeUnavailableError
+from hotrack.kernels.native.cpu import NativeOps, library
 
 __all__ = ["AttentionPlan", "Ops", "select_ops"]
 
+_log = logging.getLogger(__name__)
 
-def select_ops(device: torch.device) -> Ops:
-    """The CPU's fast kernels, or the reference ones on a device that has none yet."""
-    return CpuOps() if device.type == "cpu" else Ops()
+
+def select_ops(device: torch.device, dtype: torch.dtype = torch.float32) -> Ops:
+    """The fastest kernels there are for models of ``dtype`` on ``device``; the reference ones if none are."""
+    if device.type != "cpu":
+        return Ops()
+    if dtype is torch.bfloat16 and env.native_kernels():
+        try:
+            return NativeOps(library(), torch.get_num_threads())
+        except NativeUnavailableError as error:
+            _log.info("torch's own CPU kernels are used: %s", error)
+    return CpuOps()

@@ -37,11 +37,10 @@ class Attention(Layer):
         H, K, d = self.heads.num_heads, self.heads.num_kv_heads, self.heads.head_dim
         kv, plan = step.kv.layers[self.layer], step.plans[step.kv.group_of[self.layer]]
         qkv = self.qkv_proj(x)  # [T, (H + 2 * K) * d]
-        qk = qkv.view(-1, H + 2 * K, d)[:, : H + K]  # q and k are rotated together
+        q, k = qkv.view(-1, H + 2 * K, d)[:, : H + K].split((H, K), 1)
         if self.q_norm is not None and self.k_norm is not None:
-            qk[:, :H] = self.q_norm(qk[:, :H])
-            qk[:, H:] = self.k_norm(qk[:, H:])
-        self.ops.apply_rope(qk, step.cos, step.sin)
-        self.ops.write_kv(qkv[:, H * d :], kv, plan)
-        out = self.ops.paged_attention(qk[:, :H], kv, plan, self.scale)  # [T, H, d]
+            q.copy_(self.q_norm(q))
+            k.copy_(self.k_norm(k))
+        self.ops.rotate_and_cache(qkv, self.heads, step.cos, step.sin, kv, plan)
+        out = self.ops.paged_attention(q, kv, plan, self.scale)  # [T, H, d]
         return self.o_proj(out.reshape(-1, H * d), residual)

@@ -52,4 +52,4 @@ class ParallelLMHead(VocabParallel):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [R, D] -> float32 [R, vocab_size]"""
-        return self.tp.all_gather(self.kernel(hidden))[:, : self.vocab_size].float()
+        return self.tp.all_gather(self.kernel.to_float(hidden))[:, : self.vocab_size]

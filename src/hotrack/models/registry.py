@@ -34,7 +34,7 @@ def build_model(
         )
     if spec.hidden_act != "silu":
         raise CheckpointError(f"activation {spec.hidden_act!r} is not supported; only 'silu' is")
-    build = Build(select_ops(device), tp, dtype)
+    build = Build(select_ops(device, dtype), tp, dtype)
     with torch.device("meta"):
         model = MODELS[spec.family](spec, build)
     model.materialize(allocate, device)

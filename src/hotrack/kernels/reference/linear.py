@@ -26,6 +26,10 @@ class LinearKernel:
         """x [M, K], residual [M, N] -> residual + linear(x)"""
         return residual + self(x)
 
+    def to_float(self, x: Tensor) -> Tensor:
+        """x [M, K] -> linear(x) in float32"""
+        return self(x).float()
+
     def pack(self) -> None:
         """Prepare for compute; the weight must be resident."""
 

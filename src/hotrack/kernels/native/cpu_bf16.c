@@ -1,0 +1,543 @@
+/* Decode-sized bf16 kernels for CPUs with AVX-512 BF16: matrix products, RMSNorm, rotary embedding and attention
+ * over the paged cache. Plain C, loaded with ctypes; the torch twins in kernels/cpu_ops are the documentation.
+ *
+ * Numbers: products accumulate in float32 and are rounded to bf16 once, at the end.
+ */
+#include <immintrin.h>
+#include <linux/futex.h>
+#include <math.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+typedef uint16_t bf16;
+#define INLINE static inline __attribute__((always_inline))
+
+/* ---- threads ------------------------------------------------------------------------------------------------
+ * A job is `count` units; caller and workers take units from one ticket (count in the high half, next unit in
+ * the low half) until none is left. Whoever holds a unit may read the job: it cannot change before the unit is
+ * done. A worker that is asleep or preempted between units delays nobody. Workers spin between the products of
+ * one step and sleep between steps, so that the rest of the machine gets the cores.
+ */
+typedef void (*unit_fn)(const void *job, long unit);
+
+#define MAX_WORKERS 255
+#define SPINS 4000 /* about 60 us */
+
+static struct {
+  _Alignas(64) _Atomic uint64_t ticket;
+  _Alignas(64) _Atomic uint32_t done;
+  _Alignas(64) _Atomic uint32_t posted; /* futex: counts jobs */
+  _Atomic int sleepers;
+  unit_fn run;
+  const void *job;
+} pool;
+
+static pthread_mutex_t pool_lock = PTHREAD_MUTEX_INITIALIZER; /* one job at a time */
+static int pool_workers;
+
+static int take_unit(long *unit) {
+  uint64_t seen = atomic_load_explicit(&pool.ticket, memory_order_relaxed);
+  if ((uint32_t)seen >= (seen >> 32)) return 0;
+  seen = atomic_fetch_add_explicit(&pool.ticket, 1, memory_order_acquire);
+  *unit = (uint32_t)seen;
+  return (uint32_t)seen < (seen >> 32);
+}
+
+static void work(void) {
+  for (long unit; take_unit(&unit);) {
+    pool.run(pool.job, unit);
+    atomic_fetch_add_explicit(&pool.done, 1, memory_order_release);
+  }
+}
+
+static void *worker(void *unused) {
+  (void)unused;
+  for (uint32_t seen = 0;;) {
+    uint32_t posted = atomic_load_explicit(&pool.posted, memory_order_acquire);
+    for (int spin = 0; posted == seen && spin < SPINS; spin++) {
+      _mm_pause();
+      posted = atomic_load_explicit(&pool.posted, memory_order_acquire);
+    }
+    if (posted == seen) {
+      atomic_fetch_add(&pool.sleepers, 1);
+      syscall(SYS_futex, &pool.posted, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
+      atomic_fetch_sub(&pool.sleepers, 1);
+      continue;
+    }
+    seen = posted;
+    work();
+  }
+  return NULL;
+}
+
+/* Makes sure that `threads` threads work on a job, the caller included. Returns how many really do. */
+int hotrack_set_threads(int threads) {
+  pthread_mutex_lock(&pool_lock);
+  while (pool_workers < threads - 1 && pool_workers < MAX_WORKERS) {
+    pthread_t thread;
+    if (pthread_create(&thread, NULL, worker, NULL)) break;
+    pthread_detach(thread);
+    pool_workers++;
+  }
+  int working = pool_workers + 1;
+  pthread_mutex_unlock(&pool_lock);
+  return working;
+}
+
+static void child_after_fork(void) { /* the workers stayed behind; the caller does everything itself */
+  pthread_mutex_t fresh = PTHREAD_MUTEX_INITIALIZER;
+  pool_lock = fresh;
+  pool_workers = 0;
+}
+
+__attribute__((constructor)) static void at_load(void) { pthread_atfork(NULL, NULL, child_after_fork); }
+
+static void parallel(unit_fn run, const void *job, long count) {
+  if (count < 2 || pool_workers == 0 || pthread_mutex_trylock(&pool_lock)) {
+    for (long unit = 0; unit < count; unit++) run(job, unit);
+    return;
+  }
+  pool.run = run;
+  pool.job = job;
+  atomic_store_explicit(&pool.done, 0, memory_order_relaxed);
+  atomic_store_explicit(&pool.ticket, (uint64_t)count << 32, memory_order_release);
+  atomic_fetch_add(&pool.posted, 1);
+  if (atomic_load(&pool.sleepers)) syscall(SYS_futex, &pool.posted, FUTEX_WAKE_PRIVATE, MAX_WORKERS, NULL, NULL, 0);
+  work();
+  for (int spin = 0; atomic_load_explicit(&pool.done, memory_order_acquire) < (uint32_t)count; spin++) {
+    _mm_pause();
+    if (spin > SPINS) { /* somebody was preempted with a unit in hand */
+      syscall(SYS_sched_yield);
+      spin = 0;
+    }
+  }
+  pthread_mutex_unlock(&pool_lock);
+}
+
+/* ---- numbers ------------------------------------------------------------------------------------------------ */
+INLINE __m512 widen(__m256i half) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16)); }
+INLINE __m512 load16(const bf16 *from) { return widen(_mm256_loadu_si256((const __m256i *)from)); }
+INLINE void store16(bf16 *to, __m512 value) { _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(value)); }
+INLINE __m512 load_some(const bf16 *from, __mmask16 mask) { return widen(_mm256_maskz_loadu_epi16(mask, from)); }
+INLINE void store_some(bf16 *to, __m512 value, __mmask16 mask) {
+  _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh(value));
+}
+INLINE __m512 dot_pairs(__m512 sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+
+/* 2^n times a degree-6 polynomial of the remainder; relative error below 2e-7 where the result is normal. */
+INLINE __m512 exp16(__m512 x) {
+  __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
+  __m512 n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+  __m512 p = _mm512_set1_ps(1.0f / 720);
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 120));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 24));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 6));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.5f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+  return _mm512_scalef_ps(p, n);
+}
+
+/* ---- matrix products ----------------------------------------------------------------------------------------
+ * Packed weight: blocks of 32 output columns, each [K / 2][32][2]: two registers hold one pair of K of a block.
+ * A gate-and-up weight alternates a block of gate with the same block of up.
+ */
+#define COLS 32
+#define ROWS 12 /* 24 accumulators, 2 registers of weights */
+
+enum { PLAIN, ADD, SILU_MUL, FLOAT_OUT };
+
+typedef struct {
+  const bf16 *weight; /* packed */
+  const bf16 *bias;   /* [N] or NULL; gate-and-up: [2 N], gate first */
+  long n, k;          /* n: columns of the result */
+} linear;
+
+typedef struct {
+  const linear *fixed;
+  const bf16 *x, *residual;
+  void *out;
+  long m, x_stride, residual_stride;
+  long blocks_per_unit;
+  int kind;
+} product;
+
+/* source [rows, k] -> packed; `halves` 2 for a gate-and-up weight of 2 * n rows, else 1. */
+void hotrack_pack(const bf16 *source, long n, long k, int halves, bf16 *packed) {
+  long blocks = (n + COLS - 1) / COLS;
+  for (long block = 0; block < blocks; block++)
+    for (int half = 0; half < halves; half++)
+      for (long pair = 0; pair < k / 2; pair++)
+        for (long col = 0; col < COLS; col++, packed += 2) {
+          long row = block * COLS + col;
+          const bf16 *from = source + ((long)half * n + row) * k + 2 * pair;
+          packed[0] = row < n ? from[0] : 0;
+          packed[1] = row < n ? from[1] : 0;
+        }
+}
+
+/* acc[rows][2] = x[rows, k] @ block */
+INLINE void tile(const int rows, __m512 acc[][2], const bf16 *x, long stride, const bf16 *block, long k) {
+  __m512 low[ROWS], high[ROWS];
+  for (int r = 0; r < rows; r++) low[r] = high[r] = _mm512_setzero_ps();
+  for (long p = 0; p < k; p += 2) {
+    __m512i w0 = _mm512_loadu_si512(block + p * COLS), w1 = _mm512_loadu_si512(block + p * COLS + COLS);
+    for (int r = 0; r < rows; r++) {
+      int32_t pair;
+      memcpy(&pair, x + r * stride + p, 4);
+      __m512i value = _mm512_set1_epi32(pair);
+      low[r] = dot_pairs(low[r], w0, value);
+      high[r] = dot_pairs(high[r], w1, value);
+    }
+  }
+  for (int r = 0; r < rows; r++) acc[r][0] = low[r], acc[r][1] = high[r];
+}
+
+/* One row: memory sets the pace; four pairs at a time hide the latency of the products. */
+INLINE void tile_row(__m512 acc[][2], const bf16 *x, const bf16 *block, long k) {
+  __m512 sum[4][2];
+  for (int i = 0; i < 4; i++) sum[i][0] = sum[i][1] = _mm512_setzero_ps();
+  long p = 0;
+  for (; p + 8 <= k; p += 8)
+    for (int i = 0; i < 4; i++) {
+      const bf16 *from = block + (p + 2 * i) * COLS;
+      int32_t pair;
+      memcpy(&pair, x + p + 2 * i, 4);
+      __m512i value = _mm512_set1_epi32(pair);
+      _mm_prefetch(from + 1024, _MM_HINT_T1);
+      _mm_prefetch(from + 1024 + COLS, _MM_HINT_T1);
+      sum[i][0] = dot_pairs(sum[i][0], _mm512_loadu_si512(from), value);
+      sum[i][1] = dot_pairs(sum[i][1], _mm512_loadu_si512(from + COLS), value);
+    }
+  for (; p < k; p += 2) {
+    int32_t pair;
+    memcpy(&pair, x + p, 4);
+    __m512i value = _mm512_set1_epi32(pair);
+    sum[0][0] = dot_pairs(sum[0][0], _mm512_loadu_si512(block + p * COLS), value);
+    sum[0][1] = dot_pairs(sum[0][1], _mm512_loadu_si512(block + p * COLS + COLS), value);
+  }
+  for (int j = 0; j < 2; j++)
+    acc[0][j] = _mm512_add_ps(_mm512_add_ps(sum[0][j], sum[1][j]), _mm512_add_ps(sum[2][j], sum[3][j]));
+}
+
+static void multiply(int rows, __m512 acc[][2], const bf16 *x, long stride, const bf16 *block, long k) {
+  switch (rows) {
+    case 1: tile_row(acc, x, block, k); return;
+    case 2: tile(2, acc, x, stride, block, k); return;
+    case 3: tile(3, acc, x, stride, block, k); return;
+    case 4: tile(4, acc, x, stride, block, k); return;
+    case 5: tile(5, acc, x, stride, block, k); return;
+    case 6: tile(6, acc, x, stride, block, k); return;
+    case 7: tile(7, acc, x, stride, block, k); return;
+    case 8: tile(8, acc, x, stride, block, k); return;
+    case 9: tile(9, acc, x, stride, block, k); return;
+    case 10: tile(10, acc, x, stride, block, k); return;
+    case 11: tile(11, acc, x, stride, block, k); return;
+    default: tile(12, acc, x, stride, block, k); return;
+  }
+}
+
+INLINE __mmask16 columns(long n, long first) { /* which of 16 columns from `first` on exist */
+  long left = n - first;
+  return left >= 16 ? 0xffff : left <= 0 ? 0 : (__mmask16)((1u << left) - 1);
+}
+
+static void add_bias(int rows, __m512 acc[][2], const bf16 *bias, long n, long first) {
+  for (int j = 0; j < 2; j++) {
+    __m512 value = load_some(bias + first + 16 * j, columns(n, first + 16 * j));
+    for (int r = 0; r < rows; r++) acc[r][j] = _mm512_add_ps(acc[r][j], value);
+  }
+}
+
+static void product_rows(const product *p, long block, long row, int rows) {
+  const linear *f = p->fixed;
+  long n = f->n, first = block * COLS, block_size = f->k * COLS;
+  const bf16 *x = p->x + row * p->x_stride;
+  __m512 acc[ROWS][2];
+  if (p->kind == SILU_MUL) {
+    __m512 gate[ROWS][2];
+    multiply(rows, gate, x, p->x_stride, f->weight + 2 * block * block_size, f->k);
+    multiply(rows, acc, x, p->x_stride, f->weight + (2 * block + 1) * block_size, f->k);
+    if (f->bias) {
+      add_bias(rows, gate, f->bias, n, first);
+      add_bias(rows, acc, f->bias + n, n, first);
+    }
+    for (int r = 0; r < rows; r++)
+      for (int j = 0; j < 2; j++) {
+        __m512 one = _mm512_set1_ps(1.0f), g = gate[r][j];
+        __m512 sigmoid = _mm512_div_ps(one, _mm512_add_ps(one, exp16(_mm512_sub_ps(_mm512_setzero_ps(), g))));
+        acc[r][j] = _mm512_mul_ps(acc[r][j], _mm512_mul_ps(g, sigmoid));
+      }
+  } else {
+    multiply(rows, acc, x, p->x_stride, f->weight + block * block_size, f->k);
+    if (f->bias) add_bias(rows, acc, f->bias, n, first);
+  }
+  for (int j = 0; j < 2; j++) {
+    long col = first + 16 * j;
+    __mmask16 mask = columns(n, col);
+    for (int r = 0; r < rows; r++) {
+      if (p->kind == FLOAT_OUT) {
+        _mm512_mask_storeu_ps((float *)p->out + (row + r) * n + col, mask, acc[r][j]);
+        continue;
+      }
+      if (p->kind == ADD)
+        acc[r][j] = _mm512_add_ps(acc[r][j], load_some(p->residual + (row + r) * p->residual_stride + col, mask));
+      store_some((bf16 *)p->out + (row + r) * n + col, acc[r][j], mask);
+    }
+  }
+}
+
+static void product_unit(const void *job, long unit) {
+  const product *p = job;
+  long blocks = (p->fixed->n + COLS - 1) / COLS;
+  long last = (unit + 1) * p->blocks_per_unit;
+  long tiles = (p->m + ROWS - 1) / ROWS;
+  for (long block = unit * p->blocks_per_unit; block < last && block < blocks; block++)
+    for (long t = 0; t < tiles; t++) { /* tiles of equal size: a tile of one row would waste a pass */
+      long row = p->m * t / tiles, end = p->m * (t + 1) / tiles;
+      product_rows(p, block, row, (int)(end - row));
+    }
+}
+
+/* out [m, n] = x [m, k] @ weight.T (+ bias), then what `kind` says; rows of x and residual are `stride` apart. */
+void hotrack_linear(const linear *fixed, int kind, const bf16 *x, long x_stride, const bf16 *residual,
+                    long residual_stride, void *out, long m) {
+  product p = {fixed, x, residual, out, m, x_stride, residual_stride, 1, kind};
+  long blocks = (fixed->n + COLS - 1) / COLS;
+  p.blocks_per_unit = blocks > 256 ? blocks / 64 : 1;
+  parallel(product_unit, &p, (blocks + p.blocks_per_unit - 1) / p.blocks_per_unit);
+}
+
+/* ---- RMSNorm ------------------------------------------------------------------------------------------------ */
+typedef struct {
+  const bf16 *x, *weight;
+  bf16 *out;
+  long rows, heads, row_stride, d, rows_per_unit;
+  float eps;
+} norm;
+
+static void norm_one(const norm *j, long index) {
+  const bf16 *x = j->x + index / j->heads * j->row_stride + index % j->heads * j->d;
+  bf16 *out = j->out + index * j->d;
+  __m512 sum = _mm512_setzero_ps();
+  for (long i = 0; i < j->d; i += 16) {
+    __m512 v = load_some(x + i, columns(j->d, i));
+    sum = _mm512_fmadd_ps(v, v, sum);
+  }
+  __m512 scale = _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(sum) / (float)j->d + j->eps));
+  for (long i = 0; i < j->d; i += 16) {
+    __mmask16 mask = columns(j->d, i);
+    __m512 v = _mm512_mul_ps(_mm512_mul_ps(load_some(x + i, mask), scale), load_some(j->weight + i, mask));
+    store_some(out + i, v, mask);
+  }
+}
+
+static void norm_unit(const void *job, long unit) {
+  const norm *j = job;
+  long last = (unit + 1) * j->rows_per_unit;
+  for (long i = unit * j->rows_per_unit; i < last && i < j->rows; i++) norm_one(j, i);
+}
+
+/* x [tokens, heads, d] with rows `row_stride` apart -> out, contiguous */
+void hotrack_rms_norm(const bf16 *x, long row_stride, const bf16 *weight, bf16 *out, long tokens, long heads, long d,
+                      float eps) {
+  norm j = {x, weight, out, tokens * heads, heads, row_stride, d, 1, eps};
+  j.rows_per_unit = 1 + (16 << 10) / d;
+  parallel(norm_unit, &j, (j.rows + j.rows_per_unit - 1) / j.rows_per_unit);
+}
+
+/* ---- rotary embedding and cache ------------------------------------------------------------------------------ */
+typedef struct {
+  bf16 *qkv; /* [tokens, (heads + kv_heads) rotated, then kv_heads of V] */
+  const bf16 *cos, *sin;
+  const long *rows;
+  bf16 *cache;
+  long tokens, stride, rotated, kv_heads, d, per_unit;
+} rotate;
+
+static void rotate_one(const rotate *j, long t) {
+  const bf16 *cos = j->cos + t * j->d, *sin = j->sin + t * j->d;
+  bf16 *token = j->qkv + t * j->stride;
+  long half = j->d / 2;
+  for (long h = 0; h < j->rotated; h++) {
+    bf16 *x = token + h * j->d;
+    for (long i = 0; i < half; i += 16) { /* sin carries the sign of the first half */
+      __m512 a = load16(x + i), b = load16(x + half + i);
+      __m512 low = _mm512_fmadd_ps(b, load16(sin + i), _mm512_mul_ps(a, load16(cos + i)));
+      __m512 high = _mm512_fmadd_ps(a, load16(sin + half + i), _mm512_mul_ps(b, load16(cos + half + i)));
+      store16(x + i, low);
+      store16(x + half + i, high);
+    }
+  }
+  const bf16 *kv = token + (j->rotated - j->kv_heads) * j->d; /* K of every head, then V of every head */
+  for (long i = 0; i < 2 * j->kv_heads; i++)
+    memcpy(j->cache + j->rows[t * 2 * j->kv_heads + i] * j->d, kv + i * j->d, j->d * sizeof(bf16));
+}
+
+static void rotate_unit(const void *job, long unit) {
+  const rotate *j = job;
+  for (long t = unit * j->per_unit; t < (unit + 1) * j->per_unit && t < j->tokens; t++) rotate_one(j, t);
+}
+
+/* Rotates the q and k heads of qkv [tokens, rotated + kv_heads, d] in place and puts k and v into the cache. */
+void hotrack_rotate_and_cache(bf16 *qkv, long stride, const bf16 *cos, const bf16 *sin, const long *rows, bf16 *cache,
+                              long tokens, long rotated, long kv_heads, long d) {
+  rotate j = {qkv, cos, sin, rows, cache, tokens, stride, rotated, kv_heads, d, 8};
+  parallel(rotate_unit, &j, (tokens + 7) / 8);
+}
+
+/* ---- attention ----------------------------------------------------------------------------------------------- */
+#define GROUP 16 /* keys scored at once */
+#define MAX_D 256
+#define AHEAD 4 /* groups fetched ahead of use */
+#define SPAN 512 /* keys between two rescalings; their scores stay in the first-level cache */
+
+typedef struct {
+  const bf16 *q;          /* [tokens, kv_heads * group, d] */
+  const bf16 *cache;      /* first K element of the layer */
+  const int32_t *tables;  /* [sequences, table_stride] */
+  const int32_t *row_seq; /* [tokens] sequence of each token */
+  const int32_t *row_len; /* [tokens] keys it sees */
+  bf16 *out;              /* [tokens, kv_heads * group, d] */
+  long q_stride, table_stride, block_stride, block_size, kv_heads, group, d, tokens, rows_per_unit;
+  float scale;
+} attention;
+
+/* The sums of the 16 lanes of each of 16 registers, in order. */
+INLINE __m512 sums(__m512 v[GROUP]) {
+  __m512 a[8], b[4], c[2];
+  for (int i = 0; i < 8; i++)
+    a[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
+  for (int i = 0; i < 4; i++) {
+    __m512d x = _mm512_castps_pd(a[2 * i]), y = _mm512_castps_pd(a[2 * i + 1]);
+    b[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+  }
+  for (int i = 0; i < 2; i++)
+    c[i] = _mm512_add_ps(_mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0x88),
+                         _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0xdd));
+  return _mm512_add_ps(_mm512_shuffle_f32x4(c[0], c[1], 0x88), _mm512_shuffle_f32x4(c[0], c[1], 0xdd));
+}
+
+INLINE __m512 score16(const bf16 *q, const bf16 *keys, const long d) {
+  __m512 part[GROUP];
+  for (int key = 0; key < GROUP; key++) {
+    part[key] = _mm512_setzero_ps();
+    for (long i = 0; i < d; i += 32)
+      part[key] = dot_pairs(part[key], _mm512_loadu_si512(keys + key * d + i), _mm512_loadu_si512(q + i));
+  }
+  return sums(part);
+}
+
+/* In place: scores of `len` keys -> exp(score - *top); *top grows to their maximum. Returns the sum; *shrink is
+ * what earlier results must be multiplied with (Milakov and Gimelshein, 2018). */
+INLINE float softmax(float *scores, long len, float *top, float *shrink) {
+  __m512 highest = _mm512_set1_ps(*top), total = _mm512_setzero_ps();
+  for (long i = 0; i < len; i += 16)
+    highest = _mm512_mask_max_ps(highest, columns(len, i), highest, _mm512_loadu_ps(scores + i));
+  float before = *top;
+  *top = _mm512_reduce_max_ps(highest);
+  highest = _mm512_set1_ps(*top);
+  for (long i = 0; i < len; i += 16) {
+    __m512 p = _mm512_maskz_mov_ps(columns(len, i), exp16(_mm512_sub_ps(_mm512_loadu_ps(scores + i), highest)));
+    total = _mm512_add_ps(total, p);
+    _mm512_storeu_ps(scores + i, p);
+  }
+  *shrink = _mm512_cvtss_f32(exp16(_mm512_set1_ps(before - *top)));
+  return _mm512_reduce_add_ps(total);
+}
+
+/* out[heads][width] += p[heads] * v over one run of keys; `heads` * width / 16 registers. */
+INLINE void add_values(const int heads, const int width, float (*out)[MAX_D], long column, const float *p, long p_stride,
+                       const bf16 *v, long d, long keys) {
+  __m512 acc[heads][width / 16];
+  for (int h = 0; h < heads; h++)
+    for (int i = 0; i < width / 16; i++) acc[h][i] = _mm512_loadu_ps(out[h] + column + 16 * i);
+  for (long key = 0; key < keys; key++)
+    for (int i = 0; i < width / 16; i++) {
+      __m512 value = load16(v + key * d + column + 16 * i);
+      for (int h = 0; h < heads; h++)
+        acc[h][i] = _mm512_fmadd_ps(_mm512_set1_ps(p[h * p_stride + key]), value, acc[h][i]);
+    }
+  for (int h = 0; h < heads; h++)
+    for (int i = 0; i < width / 16; i++) _mm512_storeu_ps(out[h] + column + 16 * i, acc[h][i]);
+}
+
+static void values(int heads, float (*out)[MAX_D], const float *p, long p_stride, const bf16 *v, long d, long keys) {
+  for (long column = 0; column < d; column += 64) switch (heads) {
+      case 1: add_values(1, 64, out, column, p, p_stride, v, d, keys); break;
+      case 2: add_values(2, 64, out, column, p, p_stride, v, d, keys); break;
+      case 3: add_values(3, 64, out, column, p, p_stride, v, d, keys); break;
+      default: add_values(4, 64, out, column, p, p_stride, v, d, keys); break;
+    }
+}
+
+/* Pages lie scattered; the processor does not see the next one coming. */
+INLINE void prefetch_keys(const bf16 *pages, const attention *a, const int32_t *table, long key, long len) {
+  if (key >= len) return;
+  const char *from = (const char *)(pages + (long)table[key / a->block_size] * a->block_stride + key % a->block_size * a->d);
+  for (long i = 0; i < GROUP * a->d * (long)sizeof(bf16); i += 64) _mm_prefetch(from + i, _MM_HINT_T1);
+}
+
+/* Up to 4 query heads of one K/V head. */
+static void attend(const attention *a, long token, long kv_head, long first, int heads) {
+  long d = a->d, size = a->block_size, len = a->row_len[token];
+  const int32_t *table = a->tables + a->row_seq[token] * a->table_stride;
+  const bf16 *keys = a->cache + kv_head * size * d, *vals = keys + a->kv_heads * size * d;
+  const bf16 *q = a->q + token * a->q_stride + (kv_head * a->group + first) * d;
+  bf16 *out = a->out + ((token * a->kv_heads + kv_head) * a->group + first) * d;
+  float scores[4][SPAN], result[4][MAX_D], total[4] = {0}, top[4];
+  for (int h = 0; h < heads; h++) top[h] = -INFINITY;
+  memset(result, 0, sizeof result);
+  for (long span = 0; span < len; span += SPAN) {
+    long count = len - span < SPAN ? len - span : SPAN;
+    for (long key = span; key < span + count; key += GROUP) {
+      const bf16 *from = keys + (long)table[key / size] * a->block_stride + key % size * d;
+      prefetch_keys(keys, a, table, key + AHEAD * GROUP, span + count);
+      if (key - span < AHEAD * GROUP) prefetch_keys(vals, a, table, key, span + count);
+      for (int h = 0; h < heads; h++) {
+        const bf16 *query = q + h * d;
+        __m512 s = d == 64 ? score16(query, from, 64) : d == 128 ? score16(query, from, 128) : score16(query, from, d);
+        _mm512_storeu_ps(scores[h] + key - span, _mm512_mul_ps(s, _mm512_set1_ps(a->scale)));
+      }
+    }
+    for (int h = 0; h < heads; h++) {
+      float shrink, sum = softmax(scores[h], count, &top[h], &shrink);
+      total[h] = total[h] * shrink + sum;
+      if (span)
+        for (long i = 0; i < d; i++) result[h][i] *= shrink;
+    }
+    for (long key = span; key < span + count; key += GROUP) {
+      const bf16 *from = vals + (long)table[key / size] * a->block_stride + key % size * d;
+      prefetch_keys(vals, a, table, key + AHEAD * GROUP, span + count);
+      long here = span + count - key < GROUP ? span + count - key : GROUP;
+      values(heads, result, scores[0] + key - span, SPAN, from, d, here);
+    }
+  }
+  for (int h = 0; h < heads; h++)
+    for (long i = 0; i < d; i += 16)
+      store16(out + h * d + i, _mm512_div_ps(_mm512_loadu_ps(result[h] + i), _mm512_set1_ps(total[h])));
+}
+
+static void attend_unit(const void *job, long unit) {
+  const attention *a = job;
+  long head = unit % a->kv_heads, row = unit / a->kv_heads * a->rows_per_unit;
+  for (long token = row; token < row + a->rows_per_unit && token < a->tokens; token++)
+    for (long first = 0; first < a->group; first += 4)
+      attend(a, token, head, first, a->group - first < 4 ? (int)(a->group - first) : 4);
+}
+
+/* Every token sees the first row_len keys of its sequence; K and V pages lie as kvcache packs them. */
+void hotrack_paged_attention(const bf16 *q, long q_stride, const bf16 *cache, const int32_t *tables, long table_stride,
+                             const int32_t *row_seq, const int32_t *row_len, bf16 *out, long tokens, long kv_heads,
+                             long group, long d, long block_size, long block_stride, float scale) {
+  attention a = {q, cache, tables, row_seq, row_len, out, q_stride, table_stride, block_stride, block_size, kv_heads,
+                 group, d, tokens, 1, scale};
+  a.rows_per_unit = tokens > 64 ? 4 : 1;
+  parallel(attend_unit, &a, (tokens + a.rows_per_unit - 1) / a.rows_per_unit * kv_heads);
+}
