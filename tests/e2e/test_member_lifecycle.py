@@ -123,10 +123,14 @@ def test_unix_socket(tiny_model: Path, tmp_path: Path) -> None:
         assert not path.exists()
 
 
-def refused(*arguments: str, **environment: str) -> tuple[int, str]:
-    """Exit code and stderr of a server that must not start."""
+def refused(*arguments: str, file_blocks: str = "unlimited", **environment: str) -> tuple[int, str]:
+    """Exit code and stderr of a server that must not start. ``file_blocks``: the largest file it may write,
+    in units of 1 KiB; beyond that it is told what a full disk tells."""
     done = subprocess.run(
-        [sys.executable, "-m", "hotrack.server", *arguments],
+        [
+            *("bash", "-c", f'ulimit -f {file_blocks}; exec "$@"', "bash"),
+            *(sys.executable, "-m", "hotrack.server", *arguments),
+        ],
         capture_output=True,
         text=True,
         timeout=60,
@@ -165,7 +169,31 @@ def test_refused_flags(tiny_model: Path, arguments: tuple[str, ...], code: int, 
     assert words in text
 
 
-def test_missing_model(tmp_path: Path) -> None:
-    code, text = refused(str(tmp_path / "nothing"), "--port", "0")
-    assert code == 3
-    assert "nothing" in text
+def test_missing_model_is_named_before_a_taken_port(tmp_path: Path) -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        for model, words in ((str(tmp_path / "nothing"), "no file or folder"), ("tiny-mo", "did you mean")):
+            code, text = refused(model, "--port", str(sock.getsockname()[1]))
+            assert code == 3
+            assert words in text
+            assert len(text.splitlines()) == 1
+
+
+def test_unsupported_architecture_is_a_user_error(tmp_path: Path) -> None:
+    config = {"model_type": "mamba", "architectures": ["MambaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, text = refused(str(tmp_path), "--port", "0")
+    assert code == 3, text
+    assert "unsupported architecture MambaForCausalLM" in text
+
+
+@pytest.mark.parametrize(("folder", "file_blocks"), [("/sys/hotrack", "unlimited"), ("", "16")])
+def test_a_store_folder_that_is_read_only_or_full(
+    tiny_model: Path, tmp_path: Path, folder: str, file_blocks: str
+) -> None:
+    store = folder or str(tmp_path)
+    code, text = refused(str(tiny_model), "--port", "0", file_blocks=file_blocks, HOTRACK_STORE_DIR=store)
+    assert code == 2, text
+    assert f"bytes in {store}" in text
+    assert "HOTRACK_STORE_DIR" in text

@@ -233,7 +233,9 @@ class EngineClient:
                 if self._ready is not None and not self._ready.done():
                     self._ready.set_result(message)
             case RankFailed():
-                self._die(error_from_code(message.code, message.message))
+                error = error_from_code(message.kind, message.message)
+                error.code = message.code
+                self._die(error)
 
     def _deliver(self, output: EngineOutput) -> None:
         sink = self._sinks.get(output.request_id)

@@ -54,9 +54,12 @@ class RankReady(msgspec.Struct, tag="ready", frozen=True):
 
 
 class RankFailed(msgspec.Struct, tag="failed", frozen=True):
+    """``kind``: the ``code`` of the error's class; ``code``: its own, which may be more precise."""
+
     rank: int
     message: str
     code: str = "engine_dead"
+    kind: str = "engine_dead"
 
 
 class LoadProgress(msgspec.Struct, tag="progress", frozen=True):

@@ -166,9 +166,10 @@ def main(argument: str) -> int:
         _serve(launch, context, link)
     except Exception as exc:
         error = exc if isinstance(exc, HotrackError) else EngineDeadError(f"{type(exc).__name__}: {exc}")
-        log.critical("%s", error.message, exc_info=exc is not error or exc.__cause__ is not None)
+        ours = error.exit_code == HotrackError.exit_code  # not wrong options or unusable files
+        log.critical("%s", error.message, exc_info=ours and (exc is not error or exc.__cause__ is not None))
         if link is not None:
-            link.send(RankFailed(launch.rank, error.message, error.code))
+            link.send(RankFailed(launch.rank, error.message, error.code, type(error).code))
         context.destroy(linger=1000)
         return 1
     context.destroy(linger=1000)

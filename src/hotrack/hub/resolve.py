@@ -30,6 +30,13 @@ def resolve(model: str, *, progress: Progress | None = None) -> ResolvedModel:
     raise _unknown(model)
 
 
+def check_name(model: str) -> None:
+    """Raises CheckpointError when ``model`` can be no model: no such path, and neither a demo name nor shaped
+    like a repository. Fetches nothing."""
+    if not (_local(model) or find_demo(model) or REPO_ID.fullmatch(model)):
+        raise _unknown(model)
+
+
 def pull(model: str, source: Path | None = None, progress: Progress | None = None) -> ResolvedModel:
     """Fetch ``model``: a repository is brought up to date, a demo model may come from a local ``source``."""
     demo = find_demo(model)

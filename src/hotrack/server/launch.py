@@ -18,7 +18,7 @@ from hotrack.config.engine import EngineConfig
 from hotrack.config.server import ServerConfig
 from hotrack.core.errors import ConfigError, DrainTimeoutError, EngineDeadError
 from hotrack.engine.client import EngineClient
-from hotrack.hub import resolve
+from hotrack.hub.resolve import check_name, resolve
 from hotrack.obs.log import get_logger, setup_logging
 from hotrack.obs.member_metrics import MemberMetrics
 from hotrack.openai.protocol import BoundedProtocol
@@ -69,6 +69,7 @@ async def run(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     hurry = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, _on_signal, stop, hurry)
+    check_name(engine_config.model)
     sock = listen.bind(server_config)
     death: asyncio.Future[EngineDeadError] = asyncio.get_running_loop().create_future()
     async with AsyncExitStack() as stack:
