@@ -168,18 +168,61 @@ typedef struct {
   int kind;
 } product;
 
-/* source [rows, k] -> packed; `halves` 2 for a gate-and-up weight of 2 * n rows, else 1. */
+typedef struct {
+  const bf16 *source;
+  bf16 *packed;
+  long n, k;
+  int halves;
+} packing;
+
+/* 16 rows of 16 words, columns of 16 words out. */
+INLINE void transpose(__m512i r[16]) {
+  __m512i t[16];
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  for (int i = 0; i < 4; i++) { /* lane j of r[4 q + i] holds word 4 j + i of rows 4 q to 4 q + 3 */
+    __m512i low02 = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88), low13 = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
+    __m512i high02 = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
+    __m512i high13 = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
+    t[i] = _mm512_shuffle_i32x4(low02, high02, 0x88);
+    t[8 + i] = _mm512_shuffle_i32x4(low02, high02, 0xdd);
+    t[4 + i] = _mm512_shuffle_i32x4(low13, high13, 0x88);
+    t[12 + i] = _mm512_shuffle_i32x4(low13, high13, 0xdd);
+  }
+  memcpy(r, t, sizeof t);
+}
+
+static void pack_unit(const void *job, long unit) {
+  const packing *j = job;
+  long block = unit / j->halves, half = unit % j->halves, pairs = j->k / 2;
+  bf16 *packed = j->packed + unit * COLS * j->k;
+  for (long col = 0; col < COLS; col += 16) {
+    long first = block * COLS + col, rows = j->n - first < 16 ? j->n - first : 16;
+    const bf16 *from = j->source + (half * j->n + first) * j->k;
+    for (long pair = 0; pair < pairs; pair += 16) {
+      long count = pairs - pair < 16 ? pairs - pair : 16;
+      __mmask16 mask = (__mmask16)((1u << count) - 1);
+      __m512i words[16];
+      for (int r = 0; r < 16; r++)
+        words[r] = r < rows ? _mm512_maskz_loadu_epi32(mask, from + r * j->k + 2 * pair) : _mm512_setzero_si512();
+      transpose(words);
+      for (int p = 0; p < count; p++) _mm512_storeu_si512(packed + (pair + p) * 2 * COLS + 2 * col, words[p]);
+    }
+  }
+}
+
+/* source [halves * n, k] -> packed; `halves` is 2 for a gate-and-up weight, else 1. */
 void hotrack_pack(const bf16 *source, long n, long k, int halves, bf16 *packed) {
-  long blocks = (n + COLS - 1) / COLS;
-  for (long block = 0; block < blocks; block++)
-    for (int half = 0; half < halves; half++)
-      for (long pair = 0; pair < k / 2; pair++)
-        for (long col = 0; col < COLS; col++, packed += 2) {
-          long row = block * COLS + col;
-          const bf16 *from = source + ((long)half * n + row) * k + 2 * pair;
-          packed[0] = row < n ? from[0] : 0;
-          packed[1] = row < n ? from[1] : 0;
-        }
+  packing j = {source, packed, n, k, halves};
+  parallel(pack_unit, &j, (n + COLS - 1) / COLS * halves);
 }
 
 /* acc[rows][2] = x[rows, k] @ block */
