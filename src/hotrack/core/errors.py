@@ -5,6 +5,7 @@ renderer has no cases, and a message that says what was asked, what was found an
 
     HotrackError
       ConfigError               wrong options or YAML; the process does not start
+        GraphPoolUnavailableError
       CheckpointError           missing, damaged or unsupported model files
       RequestError              the client's mistake (4xx)
         ModelNotFoundError, ContextLengthError, PayloadTooLargeError, UnauthorizedError, ForbiddenError
@@ -51,6 +52,12 @@ class ConfigError(HotrackError):
     exit_code = 2
     type = "config_error"
     code = "config_error"
+
+
+class GraphPoolUnavailableError(ConfigError):
+    """This machine cannot unmap the memory of captured graphs; whoever wants to may run without that."""
+
+    code = "graph_pool_unavailable"
 
 
 class CheckpointError(HotrackError):
