@@ -11,8 +11,9 @@ from fakes.fake_device import VOCAB, next_token
 from hotrack.core.errors import SleepError, WakeError
 from hotrack.core.request import EngineOutput, EngineRequest, unpack_tokens
 from hotrack.engine.core import EngineCore
+from hotrack.engine.device import device_worker
 from hotrack.engine.messages import Control, ControlReply, StepFrame
-from hotrack.engine.runner import ModelRunner, device_worker
+from hotrack.engine.runner import ModelRunner
 from hotrack.engine.scheduler import Scheduler, SchedulerLimits
 from hotrack.engine.transitions import Transitions
 from hotrack.kvcache.manager import KVCacheManager

@@ -1,27 +1,33 @@
 """Options of one engine, with vLLM's spellings. Frozen; every default is stated here and nowhere else."""
 
+import re
 from dataclasses import dataclass
 
 from hotrack.core.errors import ConfigError
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-DEVICES = ("auto", "cpu")  # what the memory layer of this version can put to sleep
+DEVICES = ("auto", "cpu", "cuda")  # also cuda:N
+LOAD_FORMATS = ("auto", "dummy")
+
+_ONE_CUDA_DEVICE = re.compile(r"cuda:\d{1,3}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """``model``: folder, GGUF file, Hugging Face repo id or demo name.
 
-    ``kv_cache_memory_bytes`` wins over ``gpu_memory_utilization`` (a share of the device's memory for
-    weights + KV +
-    workspace). Both None on CPU: KV for ``max_num_seqs`` full contexts, at most 1 GiB.
-    ``device``: 'auto' is cpu in this version.
+    ``kv_cache_memory_bytes`` wins over ``gpu_memory_utilization``: the share of what the device has free at
+    start (on a CPU: of its memory) that weights, KV and workspace may take together. Both None: 0.9 of a GPU;
+    on a CPU, KV for ``max_num_seqs`` full contexts, at most 1 GiB.
+    ``device``: 'cuda' is the current CUDA device, 'auto' that one if there is any, else the CPU.
+    ``load_format``: 'dummy' makes random weights for a config.json instead of reading a checkpoint.
     ``block_size``: tokens per KV block. ``pipeline_depth``: steps planned ahead of the device (0 or 1).
     """
 
     model: str
     served_model_name: str | None = None
     dtype: str = "auto"
+    load_format: str = "auto"
     device: str = "auto"
     tensor_parallel_size: int = 1
     max_model_len: int | None = None
@@ -37,14 +43,11 @@ class EngineConfig:
     seed: int = 0
     rank_timeout_s: float = 60.0
 
-    @property
-    def torch_device(self) -> str:
-        """The device that ``device`` stands for."""
-        return "cpu" if self.device == "auto" else self.device
-
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DTYPES)
-        _one_of("device", self.device, DEVICES, hint="; this version computes on the CPU only")
+        _one_of("load_format", self.load_format, LOAD_FORMATS)
+        if not _ONE_CUDA_DEVICE.fullmatch(self.device):
+            _one_of("device", self.device, DEVICES, hint="; one of several GPUs is cuda:N")
         for name in ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "block_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
@@ -60,4 +63,5 @@ class EngineConfig:
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...], hint: str = "") -> None:
     if value not in allowed:
-        raise ConfigError(f"--{name} must be one of {', '.join(allowed)}; got {value!r}{hint}")
+        flag = name.replace("_", "-")
+        raise ConfigError(f"--{flag} must be one of {', '.join(allowed)}; got {value!r}{hint}")

@@ -32,7 +32,7 @@ class EngineOptions:
     """Options of hotrack's own engine; the names are those of ``hotrack engine``'s flags."""
 
     dtype: str | None = option(Text(DTYPES), None, doc="Of weights and KV; auto: the checkpoint's.")
-    device: str | None = option(Text(DEVICES), None, doc="auto is cpu in this version.")
+    device: str | None = option(Text(DEVICES), None, doc="auto: a GPU if there is one, else the CPU.")
     tensor_parallel_size: int | None = option(Number(1), None, doc="Ranks that share the model.")
     max_model_len: int | None = option(Number(1), None, doc="Prompt plus completion, in tokens.")
     max_num_seqs: int | None = option(Number(1), None, doc="Sequences in one batch.")

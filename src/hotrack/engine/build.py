@@ -3,38 +3,50 @@ memory.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
-import psutil
 import torch
-import torch.distributed as dist
 
+from hotrack.checkpoint.dummy import fill_dummy
 from hotrack.checkpoint.load import load_weights
 from hotrack.checkpoint.open import open_checkpoint
+from hotrack.checkpoint.targets import LoadTarget
 from hotrack.config.engine import EngineConfig
-from hotrack.core.errors import ConfigError, InsufficientMemoryError
+from hotrack.core.errors import ConfigError
 from hotrack.core.progress import Progress
 from hotrack.distributed.tensor_parallel import TensorParallel
+from hotrack.engine.agree import min_over_ranks
 from hotrack.engine.core import EngineCore
-from hotrack.engine.runner import ModelRunner, device_worker
+from hotrack.engine.device import device_worker, resolve_device, resolve_dtype
+from hotrack.engine.runner import ModelRunner
 from hotrack.engine.scheduler import Scheduler, SchedulerLimits
+from hotrack.engine.sizing import (
+    cpu_kv_budget,
+    cuda_kv_budget,
+    measure_workspace,
+    row_bytes_of,
+    size_kv_cache,
+)
 from hotrack.engine.transitions import Transitions
 from hotrack.hub.model import ResolvedModel
 from hotrack.hub.resolve import resolve
-from hotrack.kvcache.manager import KVCacheManager, check_supported
+from hotrack.kvcache.manager import KVCacheManager
 from hotrack.kvcache.spec import CacheGroup, group_layers
 from hotrack.kvcache.tensors import KVTensors
 from hotrack.memory.manager import MemoryManager
 from hotrack.models.causal_lm import CausalLM
 from hotrack.models.registry import build_model
+from hotrack.modelspec.load import load_spec
 from hotrack.modelspec.spec import ModelSpec
+from hotrack.obs.log import get_logger
 
-CPU_KV_BYTES_LIMIT = 1 << 30
 HASH_EVERY = 64
+
+log = get_logger("hotrack.engine")
 
 StageProgress = Callable[[str, int, int], None]
 
@@ -65,6 +77,16 @@ class _PackedWeights:
             self._memory.drop_pages(self._model.pack(name))
 
 
+class _CachedBlocks:
+    """On a GPU nothing is packed; what torch's allocator keeps for the next step goes before every sleep."""
+
+    def drop(self) -> None:
+        torch.cuda.empty_cache()
+
+    def pack(self, names: Sequence[str]) -> None:
+        """The weights are read where they landed."""
+
+
 def build_engine(
     config: EngineConfig,
     *,
@@ -81,10 +103,18 @@ def build_engine(
         InsufficientMemoryError: one full context does not fit in the KV cache.
     """
     tp = tp or TensorParallel()
+    device = resolve_device(config.device)
+    if device.type == "cuda" and tp.size > 1:
+        raise ConfigError(
+            f"--tensor-parallel-size {tp.size}: this version runs a model on one GPU; "
+            "use --tensor-parallel-size 1, or --device cpu"
+        )
     num_threads = config.num_threads or max(1, len(os.sched_getaffinity(0)) // tp.size)
-    worker = device_worker(num_threads)
+    worker = device_worker(num_threads, device)
     try:
-        return worker.submit(_build, config, tp, num_threads, worker, salt, progress, hash_every).result()
+        return worker.submit(
+            _build, config, device, tp, num_threads, worker, salt, progress, hash_every
+        ).result()
     except BaseException:
         worker.shutdown()
         raise
@@ -92,6 +122,7 @@ def build_engine(
 
 def _build(
     config: EngineConfig,
+    device: torch.device,
     tp: TensorParallel,
     num_threads: int,
     worker: ThreadPoolExecutor,
@@ -100,26 +131,27 @@ def _build(
     hash_every: int,
 ) -> BuiltEngine:
     start = monotonic()
-    device = torch.device(config.torch_device)
+    free_at_start = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
     resolved = resolve(config.model, progress=_stage(progress, "download"))
-    checkpoint = open_checkpoint(resolved)
-    spec = checkpoint.spec
-    dtype = _dtype(config.dtype, spec)
+    weights = _dummy(config, resolved, device) if config.load_format == "dummy" else _checkpoint(resolved)
+    spec = weights.spec
+    dtype = resolve_dtype(config.dtype, spec, device)
     memory = MemoryManager(device, enable_sleep_mode=config.enable_sleep_mode, num_threads=num_threads)
     model = build_model(spec, dtype=dtype, device=device, tp=tp, allocate=memory.allocate_weights)
 
     def load() -> None:
-        load_weights(checkpoint, model.load_plan(), progress=_stage(progress, "weights"))
+        weights.fill(_load_targets(model, memory), _stage(progress, "weights"))
 
     load()
     memory.seal()
-    memory.packed = _PackedWeights(model, memory)
+    memory.packed = _PackedWeights(model, memory) if device.type == "cpu" else _CachedBlocks()
     memory.packed.pack([spec.name for spec in model.tensor_specs()])
     memory.reload = load
     loaded = monotonic()
 
     groups = group_layers(model.cache_specs(), config.block_size)
-    num_blocks, max_model_len = _size_kv_cache(config, spec, groups, memory.weight_bytes, tp)
+    budget, workspace_bytes = _kv_budget(config, model, groups, device, memory.weight_bytes, free_at_start)
+    num_blocks, max_model_len = size_kv_cache(config, spec, groups, budget, tp)
     storage = [
         memory.allocate_bytes("kv_cache", num_blocks * group.row_bytes).view(num_blocks, group.row_bytes)
         for group in groups
@@ -162,66 +194,65 @@ def _build(
         "num_threads": num_threads,
         "weight_bytes": memory.weight_bytes,
         "prepacked_bytes": model.prepacked_bytes(),
-        "kv_cache_bytes": num_blocks * _row_bytes(groups),
+        "kv_cache_bytes": num_blocks * row_bytes_of(groups),
+        "workspace_bytes": workspace_bytes,
+        "device": str(device),
         "load_s": loaded - start,
     }
     return BuiltEngine(core, spec, resolved, info)
 
 
-def min_over_ranks(tp: TensorParallel, value: int) -> int:
-    """The smallest ``value`` of all ranks; every rank must call."""
-    if tp.size == 1:
-        return value
-    smallest = torch.tensor([value], dtype=torch.int64)
-    dist.all_reduce(smallest, dist.ReduceOp.MIN, group=tp.group)
-    return int(smallest.item())
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """Where they come from: ``fill`` writes every target."""
+
+    spec: ModelSpec
+    fill: Callable[[Mapping[str, LoadTarget], Progress | None], object]
 
 
-def _size_kv_cache(
-    config: EngineConfig, spec: ModelSpec, groups: Sequence[CacheGroup], weight_bytes: int, tp: TensorParallel
+def _checkpoint(resolved: ResolvedModel) -> _Weights:
+    checkpoint = open_checkpoint(resolved)
+    return _Weights(
+        checkpoint.spec, lambda targets, progress: load_weights(checkpoint, targets, progress=progress)
+    )
+
+
+def _dummy(config: EngineConfig, resolved: ResolvedModel, device: torch.device) -> _Weights:
+    spec = load_spec(resolved.path)
+    log.warning(
+        "%s: the weights are random numbers made from seed %d (--load-format dummy)",
+        resolved.name,
+        config.seed,
+    )
+    return _Weights(
+        spec,
+        lambda targets, progress: fill_dummy(
+            targets, spec, seed=config.seed, device=device, progress=progress
+        ),
+    )
+
+
+def _load_targets(model: CausalLM, memory: MemoryManager) -> Mapping[str, LoadTarget]:
+    """What to fill. With sleep mode on a GPU it is the host's copy, from which ``seal`` fills the device."""
+    plan = model.load_plan()
+    if memory.device.type == "cpu":
+        return plan
+    return {name: LoadTarget(memory.loading(name), target.sources) for name, target in plan.items()}
+
+
+def _kv_budget(
+    config: EngineConfig,
+    model: CausalLM,
+    groups: Sequence[CacheGroup],
+    device: torch.device,
+    weight_bytes: int,
+    free_at_start: int,
 ) -> tuple[int, int]:
-    """(blocks, max_model_len), equal on all ranks. Without --max-model-len the context shrinks to what
-    fits.
-    """
-    for group in groups:
-        check_supported(group)
-    wanted = config.max_model_len or spec.max_position_embeddings
-    if wanted > spec.max_position_embeddings:
-        raise ConfigError(
-            f"--max-model-len {wanted} is more than the {spec.max_position_embeddings} tokens this model was "
-            f"trained for; use at most {spec.max_position_embeddings}"
-        )
-    row_bytes, tokens_per_block = _row_bytes(groups), groups[0].tokens_per_block
-    blocks_per_context = -(-wanted // tokens_per_block)
-    most = config.max_num_seqs * blocks_per_context + 1  # more could never be used at once
-    budget = _kv_budget(config, weight_bytes)
-    num_blocks = min_over_ranks(tp, min(budget // row_bytes, most) if budget is not None else most)
-    capacity = (num_blocks - 1) * tokens_per_block
-    if capacity < (wanted if config.max_model_len else 2 * tokens_per_block):
-        raise InsufficientMemoryError(
-            f"a context of {wanted} tokens needs {(blocks_per_context + 1) * row_bytes} bytes of KV cache; "
-            f"{budget} bytes are available. Lower --max-model-len, or raise --kv-cache-memory-bytes or "
-            "--gpu-memory-utilization."
-        )
-    return num_blocks, min(wanted, capacity)
-
-
-def _kv_budget(config: EngineConfig, weight_bytes: int) -> int | None:
-    if config.kv_cache_memory_bytes is not None:
-        return config.kv_cache_memory_bytes
-    if config.gpu_memory_utilization is not None:
-        total = psutil.virtual_memory().total
-        return max(0, int(total * config.gpu_memory_utilization) - weight_bytes)
-    return CPU_KV_BYTES_LIMIT
-
-
-def _row_bytes(groups: Sequence[CacheGroup]) -> int:
-    return sum(group.row_bytes for group in groups)
-
-
-def _dtype(name: str, spec: ModelSpec) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, spec.dtype if name == "auto" else name)
-    return dtype
+    """Bytes for KV, and what a step needs beside weights and KV (0 on a CPU: not measured)."""
+    if device.type == "cpu":
+        return cpu_kv_budget(config, weight_bytes), 0
+    workspace_bytes = measure_workspace(model, groups, config, device)
+    return cuda_kv_budget(config, free_at_start, weight_bytes, workspace_bytes), workspace_bytes
 
 
 def _stage(progress: StageProgress | None, stage: str) -> Progress | None:

@@ -8,7 +8,6 @@ Equal frames give equal plans on every rank; nothing here looks at a clock or a 
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import asdict
 from time import monotonic
 from typing import Any
@@ -25,10 +24,10 @@ from hotrack.core.errors import (
 from hotrack.core.lifecycle import FinishReason, SleepLevel, SleepMode
 from hotrack.core.request import EngineOutput, EngineRequest
 from hotrack.engine.messages import Control, ControlReply, StepFrame
-from hotrack.engine.runner import ModelRunner
+from hotrack.engine.runner import ModelRunner, PendingStep
 from hotrack.engine.sampling_batch import check_logit_bias
 from hotrack.engine.scheduler import Scheduler
-from hotrack.engine.step import StepPlan, StepResult
+from hotrack.engine.step import StepPlan
 from hotrack.engine.transitions import Transitions
 
 Emission = EngineOutput | ControlReply
@@ -57,7 +56,7 @@ class EngineCore:
         self.last_digest: int | None = None
         self._depth = pipeline_depth
         self._hash_every = hash_every
-        self._in_flight: deque[tuple[StepPlan, Future[StepResult]]] = deque()
+        self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self._paused = False
         self._draining: list[Control] = []
         self._wait_s = 0.0
@@ -125,10 +124,10 @@ class EngineCore:
         self._in_flight.append((plan, self.runner.submit(plan)))
 
     def _update(self) -> list[EngineOutput]:
-        plan, future = self._in_flight.popleft()
+        plan, pending = self._in_flight.popleft()
         start = monotonic()
         try:
-            result = future.result()
+            result = pending.result()
         except Exception as exc:
             raise EngineDeadError(f"step {plan.step} failed on the device: {exc!r}") from exc
         self._wait_s += monotonic() - start

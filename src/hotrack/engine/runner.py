@@ -5,7 +5,7 @@ from one device table ``[num_slots, max_model_len]``: prompts are written at adm
 the step that samples them, so a step never needs a token on the host before it can start.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -18,21 +18,28 @@ from torch import Tensor
 from hotrack.core.request import TokenLogprobs
 from hotrack.core.sampling import SamplingParams
 from hotrack.distributed.tensor_parallel import TensorParallel
+from hotrack.engine.device import device_worker
 from hotrack.engine.sampler import LogprobsTensors, Sampler, compute_logprobs
 from hotrack.engine.sampling_batch import SamplingState
 from hotrack.engine.step import StepPlan, StepResult
+from hotrack.engine.upload import Landed, Numbers, make_uploader, to_host
 from hotrack.kvcache.manager import KVCacheManager
 from hotrack.kvcache.tensors import KVTensors
 from hotrack.layers.batch import ForwardBatch, GroupTables
+from hotrack.models.causal_lm import Stages
 
 PROMPT_LOGPROBS_CHUNK = 256  # rows of [chunk, vocab] logits in memory at a time
 
 Int64Array = NDArray[np.int64]
 T = TypeVar("T")
+WaitFor = Callable[[Sequence[str]], None]
 
 
 class Model(Protocol):
     """What the runner needs of a model."""
+
+    @property
+    def stages(self) -> Stages: ...
 
     def forward(self, batch: ForwardBatch, kv: KVTensors) -> Tensor: ...  # [T, D]
 
@@ -68,7 +75,7 @@ class _Inputs:
     positions: Int64Array  # [T]
     query_start: NDArray[np.int32]  # [S+1]
     counts: list[int]
-    seq_lens: list[int]
+    seq_lens: NDArray[np.int32]
     tables: list[tuple[NDArray[np.int32], Int64Array]]  # per group: [S, blocks], slot mapping [T]
     num_decodes: int
     logits_rows: Int64Array  # [R]
@@ -76,26 +83,61 @@ class _Inputs:
     sample_index: Int64Array  # [R] where the sampled token goes in the flat token table
     num_logprobs: dict[int, int]  # sampled row -> how many its request wants
     prompt_rows: list[_PromptRows]
+    wait_for: WaitFor | None
 
 
-def device_worker(num_threads: int | None = None) -> ThreadPoolExecutor:
-    """The thread for all that computes, loading and packing included; ``num_threads`` intra-op threads.
+@dataclass(frozen=True, slots=True)
+class _Uploaded:
+    """``_Inputs`` on the device."""
 
-    Only one: OpenMP keeps a team per calling thread, and once the teams together have more threads than
-    there are cores it stops spinning at barriers, which doubles the time of a decode step.
-    """
-    return ThreadPoolExecutor(1, "hotrack-device", initializer=_set_threads, initargs=(num_threads,))
+    token_index: Tensor
+    positions: Tensor
+    query_start: Tensor
+    seq_lens: Tensor
+    logits_rows: Tensor
+    sample_index: Tensor
+    groups: tuple[GroupTables, ...]
+    admitted: list[Tensor]
+    targets: list[Tensor]
 
 
-def _set_threads(num_threads: int | None) -> None:
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """What a step will have produced once it has ``landed``."""
+
+    landed: Landed
+    tokens: Tensor | None
+    logprobs: LogprobsTensors | None
+    num_logprobs: dict[int, int]
+    prompt_logprobs: dict[int, list[LogprobsTensors]]
+
+    def result(self) -> StepResult:
+        self.landed.wait()
+        prompt = {
+            index: [entry for part in parts for entry in part.tolist()]
+            for index, parts in self.prompt_logprobs.items()
+        }
+        tokens = [] if self.tokens is None else self.tokens.tolist()
+        return StepResult(tokens, _wire_logprobs(self.logprobs, self.num_logprobs), prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class PendingStep:
+    """A submitted step."""
+
+    _launch: Future[_Launched]
+
+    def result(self) -> StepResult:
+        """Waits for the step; raises what it raised."""
+        return self._launch.result().result()
 
 
 class ModelRunner:
     """``worker``: the one thread that runs the model, see :func:`device_worker`; closed with the runner.
 
     Only rank 0 of ``tp`` samples; its tokens are broadcast on the device and are the same on every rank.
+    The worker never waits for a GPU: it launches the next step while this one runs. ``wait_for``: while set,
+    submitted steps call it with the names of the weights they are about to read (a streamed wake).
     """
 
     def __init__(
@@ -117,14 +159,17 @@ class ModelRunner:
         self.device = device
         self.tp = tp or TensorParallel()
         self.max_model_len = max_model_len
+        self.wait_for: WaitFor | None = None
+        assert num_slots * max_model_len < 2**31, "places in the token table are uploaded as int32"
+        self._uploader = make_uploader(device)
         self._token_table = torch.zeros(num_slots * max_model_len, dtype=torch.int32, device=device)
         self._sampler = Sampler()
         self._sampling = SamplingState(num_slots, vocab_size, device)
-        self._worker = worker or device_worker()
+        self._worker = worker or device_worker(device=device)
 
-    def submit(self, plan: StepPlan) -> Future[StepResult]:
-        """Queue a step; the future's exception is the step's."""
-        return self._worker.submit(self._execute, self._prepare(plan))
+    def submit(self, plan: StepPlan) -> PendingStep:
+        """Queue a step."""
+        return PendingStep(self._worker.submit(self._execute, self._prepare(plan)))
 
     def call(self, function: Callable[[], T]) -> T:
         """Run ``function`` on the worker, after every submitted step, and wait for it."""
@@ -165,7 +210,7 @@ class ModelRunner:
             positions=positions,
             query_start=query_start,
             counts=plan.counts,
-            seq_lens=seq_lens.tolist(),
+            seq_lens=seq_lens.astype(np.int32),
             tables=self._tables(slots, token_slots, positions, int(seq_lens.max())),
             num_decodes=plan.num_decodes,
             logits_rows=query_start[1:][sampling].astype(np.int64) - 1,
@@ -177,6 +222,7 @@ class ModelRunner:
                 if (wanted := plan.sequences[index].sampling.logprobs) is not None
             },
             prompt_rows=_prompt_rows(plan, query_start),
+            wait_for=self.wait_for,
         )
 
     def _tables(
@@ -193,25 +239,51 @@ class ModelRunner:
     # ---- device side (worker thread)
 
     @torch.inference_mode()
-    def _execute(self, inputs: _Inputs) -> StepResult:
+    def _execute(self, inputs: _Inputs) -> _Launched:
+        device = self._upload(inputs)
         for slot in inputs.freed_slots:
             self._sampling.remove(slot)
-        for admission in inputs.admissions:
-            self._admit(admission)
-        input_ids = self._token_table[self._to_device(inputs.token_index)].long()
-        hidden = self.model.forward(self._batch(input_ids, inputs), self.kv)
-        prompt_logprobs = {rows.index: self._prompt_logprobs(hidden, rows) for rows in inputs.prompt_rows}
-        if not len(inputs.logits_rows):
-            return StepResult([], {}, prompt_logprobs)
-        logits_rows = self._to_device(inputs.logits_rows)
-        logits = self.model.compute_logits(hidden[logits_rows])
-        tokens, logprobs = self._sample(logits, inputs)
-        self._token_table[self._to_device(inputs.sample_index)] = tokens.clamp_min(0)
-        return StepResult(tokens.tolist(), _wire_logprobs(logprobs, inputs.num_logprobs), prompt_logprobs)
+        for admission, prompt in zip(inputs.admissions, device.admitted, strict=True):
+            self._admit(admission, prompt)
+        hidden = self.model.forward(self._batch(device, inputs), self.kv)
+        if inputs.wait_for is not None:
+            inputs.wait_for(self.model.stages.head)
+        prompt_logprobs = {
+            rows.index: self._prompt_logprobs(hidden, rows, targets)
+            for rows, targets in zip(inputs.prompt_rows, device.targets, strict=True)
+        }
+        tokens: Tensor | None = None
+        logprobs: LogprobsTensors | None = None
+        if len(inputs.logits_rows):
+            logits = self.model.compute_logits(hidden[device.logits_rows])
+            sampled, logprobs = self._sample(logits, inputs)
+            self._token_table[device.sample_index] = sampled.clamp_min(0)
+            tokens = to_host(sampled)
+        return _Launched(Landed(self.device), tokens, logprobs, inputs.num_logprobs, prompt_logprobs)
 
-    def _admit(self, admission: _Admission) -> None:
+    def _upload(self, inputs: _Inputs) -> _Uploaded:
+        """Everything at once."""
+        arrays: list[Numbers] = [inputs.token_index, inputs.positions, inputs.query_start, inputs.seq_lens]
+        arrays += [inputs.logits_rows, inputs.sample_index]
+        for table, mapping in inputs.tables:
+            arrays += [table, mapping]
+        arrays += [admission.tokens for admission in inputs.admissions]
+        arrays += [rows.targets for rows in inputs.prompt_rows]
+        found = iter(self._uploader.upload(arrays))
+        return _Uploaded(
+            token_index=next(found),
+            positions=next(found),
+            query_start=next(found),
+            seq_lens=next(found),
+            logits_rows=next(found),
+            sample_index=next(found),
+            groups=tuple(GroupTables(next(found), next(found)) for _ in inputs.tables),
+            admitted=[next(found) for _ in inputs.admissions],
+            targets=[next(found) for _ in inputs.prompt_rows],
+        )
+
+    def _admit(self, admission: _Admission, tokens: Tensor) -> None:
         start = admission.slot * self.max_model_len
-        tokens = self._to_device(admission.tokens)
         self._token_table[start : start + len(tokens)] = tokens
         if self.tp.rank == 0:
             self._sampling.add(
@@ -222,20 +294,18 @@ class ModelRunner:
                 eos_token_ids=admission.eos_token_ids,
             )
 
-    def _batch(self, input_ids: Tensor, inputs: _Inputs) -> ForwardBatch:
+    def _batch(self, device: _Uploaded, inputs: _Inputs) -> ForwardBatch:
         return ForwardBatch(
-            input_ids=input_ids,
-            positions=self._to_device(inputs.positions),
-            query_start=self._to_device(inputs.query_start),
-            seq_lens=torch.tensor(inputs.seq_lens, dtype=torch.int32, device=self.device),
-            logits_rows=self._to_device(inputs.logits_rows),
-            groups=tuple(
-                GroupTables(self._to_device(tables), self._to_device(mapping))
-                for tables, mapping in inputs.tables
-            ),
+            input_ids=self._token_table[device.token_index].long(),
+            positions=device.positions,
+            query_start=device.query_start,
+            seq_lens=device.seq_lens,
+            logits_rows=device.logits_rows,
+            groups=device.groups,
             num_decodes=inputs.num_decodes,
             query_lens_list=inputs.counts,
-            seq_lens_list=inputs.seq_lens,
+            seq_lens_list=inputs.seq_lens.tolist(),
+            wait_for=inputs.wait_for,
         )
 
     def _sample(self, logits: Tensor, inputs: _Inputs) -> tuple[Tensor, LogprobsTensors | None]:
@@ -245,21 +315,17 @@ class ModelRunner:
         output = self._sampler(logits, self._sampling.select(inputs.sample_slots))
         tokens = self.tp.broadcast(output.tokens)
         self._sampling.append(inputs.sample_slots, tokens)
-        return tokens, output.logprobs
+        return tokens, None if output.logprobs is None else output.logprobs.to_host()
 
-    def _prompt_logprobs(self, hidden: Tensor, rows: _PromptRows) -> list[TokenLogprobs]:
-        entries: list[TokenLogprobs] = []
-        targets = self._to_device(rows.targets)
+    def _prompt_logprobs(self, hidden: Tensor, rows: _PromptRows, targets: Tensor) -> list[LogprobsTensors]:
+        parts = []
         for start in range(0, len(targets), PROMPT_LOGPROBS_CHUNK):
             chosen = targets[start : start + PROMPT_LOGPROBS_CHUNK]
             first = rows.first + start
             logits = self.model.compute_logits(hidden[first : first + len(chosen)])
             if self.tp.rank == 0:
-                entries += compute_logprobs(logits, chosen, rows.num_logprobs).tolist()
-        return entries
-
-    def _to_device(self, array: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+                parts.append(compute_logprobs(logits, chosen, rows.num_logprobs).to_host())
+        return parts
 
 
 def _prompt_rows(plan: StepPlan, query_start: NDArray[np.int32]) -> list[_PromptRows]:

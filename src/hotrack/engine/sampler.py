@@ -38,6 +38,12 @@ class LogprobsTensors:
     logprobs: Tensor
     ranks: Tensor
 
+    def to_host(self) -> "LogprobsTensors":
+        """On the host; a GPU's arrive there later, when what was launched before this call is done."""
+        return LogprobsTensors(
+            *(x.to("cpu", non_blocking=True) for x in (self.token_ids, self.logprobs, self.ranks))
+        )
+
     def tolist(self, num_logprobs: int | None = None) -> list[TokenLogprobs]:
         """Wire form of every row, cut to ``num_logprobs`` beside the chosen token. Waits for the device."""
         end = self.token_ids.shape[1] if num_logprobs is None else num_logprobs + 1

@@ -7,6 +7,7 @@ import torch
 from hotrack.config import env
 from hotrack.kernels.base import AttentionPlan, Ops
 from hotrack.kernels.cpu_ops.ops import CpuOps
+from hotrack.kernels.cuda_ops.ops import CudaOps
 from hotrack.kernels.native.compiler import NativeUnavailableError
 from hotrack.kernels.native.cpu import NativeOps, library
 
@@ -17,6 +18,8 @@ _log = logging.getLogger(__name__)
 
 def select_ops(device: torch.device, dtype: torch.dtype = torch.float32) -> Ops:
     """The fastest kernels there are for models of ``dtype`` on ``device``; the reference ones if none are."""
+    if device.type == "cuda":
+        return CudaOps()
     if device.type != "cpu":
         return Ops()
     if dtype is torch.bfloat16 and env.native_kernels():

@@ -51,6 +51,8 @@ class PagedBatch:
     num_decodes   leading sequences with exactly one token
     block_size    tokens per block
     block_stride  elements from one block of a layer to its next (a packed row)
+
+    query_start   int32 [S+1] and ``seq_lens_device`` int32 [S]: the lengths where the kernels run
     """
 
     block_tables: Tensor
@@ -60,3 +62,5 @@ class PagedBatch:
     num_decodes: int
     block_size: int
     block_stride: int
+    query_start: Tensor | None = None
+    seq_lens_device: Tensor | None = None

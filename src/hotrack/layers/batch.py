@@ -1,5 +1,6 @@
 """The one argument every layer receives besides its input. Passed, never ambient."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -30,7 +31,8 @@ class ForwardBatch:
     num_decodes     how many leading sequences have exactly one token
 
     The ``*_list`` twins are the same numbers on the host, so a kernel that loops over sequences does not
-    sync the device.
+    sync the device. ``wait_for``, given while weights are still arriving, is called with the names of the
+    parameters that are about to be read; it makes the device wait for them, not the host.
     """
 
     input_ids: Tensor
@@ -42,3 +44,4 @@ class ForwardBatch:
     num_decodes: int
     query_lens_list: list[int]
     seq_lens_list: list[int]
+    wait_for: Callable[[Sequence[str]], None] | None = None

@@ -33,6 +33,8 @@ def plan_groups(batch: ForwardBatch, kv: KVTensors, heads: HeadShape, ops: Ops) 
             batch.num_decodes,
             group.block_size,
             stride,
+            batch.query_start,
+            batch.seq_lens,
         )
         plans.append(ops.plan_attention(paged, heads, kv.dtype))
     return plans

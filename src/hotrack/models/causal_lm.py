@@ -1,6 +1,7 @@
 """What every model family shares: the decoder stack and the life of its parameters."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -23,6 +24,16 @@ from hotrack.modelspec.spec import ModelSpec
 from hotrack.moe.block import SparseMoE
 
 Allocate = Callable[[Sequence[TensorSpec]], dict[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Names of the parameters that each part of a forward pass reads, in execution order."""
+
+    embedding: list[str]
+    layers: list[list[str]]
+    norm: list[str]
+    head: list[str]
 
 
 class CausalLM(Layer):
@@ -51,9 +62,13 @@ class CausalLM(Layer):
         cos, sin = self.rotary(batch.positions)
         plans = plan_groups(batch, kv, self.decoder_layers[0].self_attn.heads, self.ops)
         step = Step(cos, sin, plans, kv)
+        wait_for = batch.wait_for or _no_wait
+        wait_for(self.stages.embedding)
         hidden = self.embed_tokens(batch.input_ids)  # [T, D]
-        for layer in self.decoder_layers:
+        for layer, names in zip(self.decoder_layers, self.stages.layers, strict=True):
+            wait_for(names)
             hidden = layer(hidden, step)
+        wait_for(self.stages.norm)
         return self.norm(hidden)
 
     @torch.inference_mode()
@@ -91,6 +106,16 @@ class CausalLM(Layer):
             # Plain attributes are found at once; nn.Module.__getattr__ costs 2 ms per step over 30 layers.
             vars(module).update(module._modules)
         self._kernels = self._bound_kernels()
+        self.stages = self._stages()
+
+    def _stages(self) -> Stages:
+        names = {id(param): name for name, param in self.named_parameters()}
+
+        def read_by(module: nn.Module) -> list[str]:
+            return [names[id(param)] for param in module.parameters()]
+
+        layers = [read_by(layer) for layer in self.decoder_layers]
+        return Stages(read_by(self.embed_tokens), layers, read_by(self.norm), read_by(self.lm_head))
 
     def load_plan(self) -> Mapping[str, LoadTarget]:
         """Parameter name -> which checkpoint tensors fill it on this rank."""
@@ -168,3 +193,7 @@ class CausalLM(Layer):
                     tied = self.spec.tie_word_embeddings and full == "lm_head.weight"
                     found.setdefault("embed_tokens.weight" if tied else full, []).append(kernel)
         return found
+
+
+def _no_wait(names: Sequence[str]) -> None:
+    """Every weight is there."""

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from hotrack._version import __version__
 from hotrack.config import env
-from hotrack.config.engine import DEVICES, DTYPES, EngineConfig
+from hotrack.config.engine import DEVICES, DTYPES, LOAD_FORMATS, EngineConfig
 from hotrack.config.server import ServerConfig
 from hotrack.config.units import parse_size
 from hotrack.core.errors import ConfigError
@@ -129,7 +129,10 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
 def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
     toggle = argparse.BooleanOptionalAction
     group.add_argument("--dtype", help=", ".join(DTYPES))
-    group.add_argument("--device", help=", ".join(DEVICES))
+    group.add_argument("--device", help=f"{', '.join(DEVICES)} or cuda:N (default auto)")
+    group.add_argument(
+        "--load-format", help=f"{', '.join(LOAD_FORMATS)}; dummy makes random weights for a config.json"
+    )
     group.add_argument(
         "--tensor-parallel-size", "-tp", type=int, metavar="N", help="ranks that share the model"
     )

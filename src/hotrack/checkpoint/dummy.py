@@ -1,0 +1,67 @@
+"""Synthetic weights for a config.json without a checkpoint: seeded per tensor, scaled so that activations
+stay finite."""
+
+import math
+import zlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from hotrack.checkpoint.targets import LoadTarget, Source
+from hotrack.core.progress import Progress
+from hotrack.modelspec.spec import ModelSpec
+
+
+def fill_dummy(
+    targets: Mapping[str, LoadTarget],
+    spec: ModelSpec,
+    *,
+    seed: int,
+    device: torch.device,
+    progress: Progress | None = None,
+) -> None:
+    """Fill every target, computing on ``device``, one parameter at a time.
+
+    A tensor's values depend on ``seed``, its published name, its shape, dtype and the kind of device.
+    """
+    total = sum(target.param.nbytes for target in targets.values())
+    done = 0
+    generator = torch.Generator(device)
+    for target in targets.values():
+        values = torch.empty(target.param.shape, dtype=target.param.dtype, device=device)
+        covered = sum(_fill(values, source, spec, seed, generator) for source in target.sources)
+        if covered < values.numel():
+            values = _only_sources(values, target)
+        target.param.copy_(values)
+        done += target.param.nbytes
+        if progress is not None:
+            progress(done, total)
+
+
+def _fill(values: Tensor, source: Source, spec: ModelSpec, seed: int, generator: torch.Generator) -> int:
+    """Returns how many elements the source covers."""
+    part = values[source.dest] if source.dest else values
+    generator.manual_seed((seed << 32) + zlib.crc32(source.name.encode()))
+    if "norm" in source.name:
+        part.normal_(1.0, 0.1, generator=generator)
+    elif part.dim() < 2:
+        part.normal_(0.0, 0.02, generator=generator)
+    else:
+        part.normal_(0.0, _std(source.name, part, spec), generator=generator)
+    return part.numel()
+
+
+def _std(name: str, part: Tensor, spec: ModelSpec) -> float:
+    """Keeps the variance of what goes through: embeddings of variance 1, products of the inputs' variance."""
+    if "embed_tokens" in name and not spec.tie_word_embeddings:
+        return 1.0
+    return 1.0 / math.sqrt(part.shape[-1])
+
+
+def _only_sources(values: Tensor, target: LoadTarget) -> Tensor:
+    """Zeros outside of what the sources cover (padding of a split vocabulary)."""
+    clean = torch.zeros_like(values)
+    for source in target.sources:
+        clean[source.dest] = values[source.dest]
+    return clean
