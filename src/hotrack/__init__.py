@@ -1,4 +1,4 @@
-"""hotrack serves Mixture-of-Experts models on the GPUs you have.
+"""hotrack serves Mixture-of-Experts models on the hardware you have.
 
 Importing the package stays cheap: the control plane never loads torch, so the public
 names that need it are resolved on first use.

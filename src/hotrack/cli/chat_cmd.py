@@ -34,8 +34,10 @@ def chat(
         return
     if json_output:
         raise ConfigError("--json needs a MESSAGE: hotrack chat --json 'your question'")
-    print(f"{chosen} at {api.url}; /model NAME, /clear, Ctrl-D to leave", file=sys.stderr)
-    _converse(conversation)
+    if sys.stdin.isatty():
+        print(f"{chosen} at {api.url}; /model NAME, /clear, Ctrl-D to leave", file=sys.stderr)
+        import readline  # noqa: F401 - line editing and history for input()
+    _converse(conversation, prompt=sys.stdin.isatty())
 
 
 def _first_model(api: Api) -> str:
@@ -74,14 +76,14 @@ class _Conversation:
         return answer
 
 
-def _converse(conversation: _Conversation) -> None:
-    import readline  # noqa: F401 - line editing and history for input()
-
+def _converse(conversation: _Conversation, *, prompt: bool) -> None:
+    """``prompt`` False: questions come from a file or a pipe, and only answers are printed."""
     while True:
         try:
-            text = input(f"{conversation.model}> ").strip()
+            text = input(f"{conversation.model}> " if prompt else "").strip()
         except (EOFError, KeyboardInterrupt):
-            print()
+            if prompt:
+                print()
             return
         if text == "/clear":
             conversation.clear()

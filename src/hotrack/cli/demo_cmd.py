@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hotrack.cli.options import Json, print_json
+from hotrack.core.rounding import rounded
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -155,7 +156,7 @@ class _Demo:
 
     def _report(self, outcome: "Outcome", seconds: float) -> None:
         if self._json_output:
-            print_json({"ok": outcome.ok, "seconds": seconds, **asdict(outcome)})
+            print_json(rounded({"ok": outcome.ok, "seconds": seconds, **asdict(outcome)}))
             return
         self._console.print()
         self._console.print(_table(outcome))

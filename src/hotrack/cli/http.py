@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from hotrack.core.errors import ConfigError, HotrackError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+IS_IT_THERE = "is 'hotrack serve' running there? (--url)"
 
 
 class ServerError(HotrackError):
@@ -35,18 +36,23 @@ class Api:
             self._headers["authorization"] = f"Bearer {key}"
 
     def get(self, path: str) -> Any:
-        with self._answer("GET", path, None) as response:
-            return json.loads(response.read() or b"null")
+        return self._json("GET", path, None)
 
     def post(self, path: str, body: Any = None) -> Any:
-        with self._answer("POST", path, body) as response:
-            return json.loads(response.read() or b"null")
+        return self._json("POST", path, body)
 
     def stream(self, path: str, body: Any) -> Iterator[bytes]:
         """Lines of an event stream as they arrive, without the newline."""
         with self._answer("POST", path, body) as response:
             for line in response:
                 yield line.rstrip(b"\r\n")
+
+    def _json(self, method: str, path: str, body: Any) -> Any:
+        with self._answer(method, path, body) as response:
+            try:
+                return json.loads(response.read() or b"null")
+            except ValueError:
+                raise self._stranger(response) from None
 
     @contextmanager
     def _answer(self, method: str, path: str, body: Any) -> Iterator[http.client.HTTPResponse]:
@@ -58,24 +64,36 @@ class Api:
             connection.request(method, parts.path.rstrip("/") + path, payload, self._headers)
             response = connection.getresponse()
             if response.status >= 400:
-                raise _refusal(response)
+                raise self._refusal(response)
             yield response
+        except http.client.BadStatusLine as error:
+            raise ServerError(
+                f"what answered at {self.url} does not speak HTTP; {IS_IT_THERE}", status_code=0
+            ) from error
         except (OSError, http.client.HTTPException) as error:
             raise ServerError(
-                f"no answer from {self.url}: {error}; is 'hotrack serve' running there? (--url)",
+                f"no answer from {self.url}: {error}; {IS_IT_THERE}",
                 status_code=0,
             ) from error
         finally:
             connection.close()
 
+    def _refusal(self, response: http.client.HTTPResponse) -> ServerError:
+        try:
+            error = json.loads(response.read(65536))["error"]
+            return ServerError(str(error["message"]), status_code=response.status, code=error.get("code"))
+        except (ValueError, KeyError, TypeError):
+            return self._stranger(response)
 
-def _refusal(response: http.client.HTTPResponse) -> ServerError:
-    raw = response.read(65536)
-    try:
-        error = json.loads(raw)["error"]
-        return ServerError(str(error["message"]), status_code=response.status, code=error.get("code"))
-    except (ValueError, KeyError, TypeError):
-        return ServerError(f"HTTP {response.status}: {raw[:200]!r}", status_code=response.status)
+    def _stranger(self, response: http.client.HTTPResponse) -> ServerError:
+        """Somebody else's answer, described and not shown."""
+        server = "".join(c for c in response.headers.get("server", "")[:40] if c.isprintable())
+        kind = response.headers.get_content_type()
+        return ServerError(
+            f"{self.url} answered {response.status} with {kind}{f' (server: {server})' if server else ''}, "
+            f"which is not hotrack's; {IS_IT_THERE}",
+            status_code=response.status,
+        )
 
 
 def text_pieces(lines: Iterator[bytes]) -> Iterator[str]:

@@ -24,7 +24,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Serve Mixture-of-Experts models on the GPUs you have: models take turns on one set of devices.",
+    help="Serve Mixture-of-Experts models on the hardware you have: models take turns on one set of devices.",
 )
 app.command("serve")(serve_cmd.serve)
 app.command("engine", **engine_cmd.SETTINGS)(engine_cmd.engine)

@@ -1,15 +1,21 @@
 """`hotrack ps`: who is awake, what it holds, what waits."""
 
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hotrack.cli.http import Api
+from hotrack.cli.http import IS_IT_THERE, Api, ServerError
 from hotrack.cli.options import DEFAULT_URL, Json, Key, Url, print_json
 from hotrack.config import env
 from hotrack.config.units import format_size
 
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
 COLORS = {"ready": "green", "asleep": "blue", "failed": "red", "quarantined": "red"}
+Column = tuple[str, bool, Callable[[dict[str, Any]], str]]  # title, to the right, text of one row
 
 
 def ps(
@@ -20,89 +26,110 @@ def ps(
 ) -> None:
     """Members of a running pool: state, memory, queue, measured wake times."""
     api = Api(url, api_key or env.api_key(), timeout_s=10.0)
-    members = api.get("/api/pool/members")
-    history = api.get("/api/pool/swaps")["swaps"][-20:] if swaps else []
+    members = _of_pool(api, "/api/pool/members", "members")
+    history = _of_pool(api, "/api/pool/swaps", "swaps")["swaps"][-20:] if swaps else []
     if json_output:
         print_json({**members, "swaps": history} if swaps else members)
         return
     from rich.console import Console
 
-    console = Console()
-    console.print(members_table(members["members"]))
-    if swaps:
-        console.print(swaps_table(history))
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=1000)  # whoever reads a pipe wants whole lines
+    show(console, members["members"], history if swaps else None)
 
 
-def members_table(rows: list[dict[str, Any]]) -> Any:
+def show(console: "Console", members: list[dict[str, Any]], swaps: list[dict[str, Any]] | None) -> None:
+    """Tables as wide as they need, without their least important columns where the console is narrower."""
+    console.print(fitting(console, MEMBER_COLUMNS, members, drop=("pid", "slept", "awake", "asleep")))
+    for row in members:
+        if row["last_error"]:
+            console.print(f"{row['name']}: {row['last_error']}", markup=False)
+    if swaps is not None:
+        console.print()
+        drop = ("drain", "start", "verify", "token", "sleep", "wake")
+        console.print(fitting(console, SWAP_COLUMNS, swaps, drop=drop))
+
+
+def fitting(
+    console: "Console", columns: tuple[Column, ...], rows: list[dict[str, Any]], *, drop: tuple[str, ...]
+) -> "Table":
+    """``columns`` without as few of ``drop``, in that order, as fit the console's width."""
+    from rich.measure import Measurement
+
+    for count in range(len(drop) + 1):
+        table = _table(tuple(column for column in columns if column[0] not in drop[:count]), rows)
+        if Measurement.get(console, console.options, table).maximum < console.width:
+            break
+    return table
+
+
+def _table(columns: tuple[Column, ...], rows: list[dict[str, Any]]) -> "Table":
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, pad_edge=False)
-    for name in (
-        "member",
-        "state",
-        "memory",
-        "awake",
-        "asleep",
-        "waiting",
-        "running",
-        "wake",
-        "swaps",
-        "pid",
-        "note",
-    ):
-        table.add_column(name, justify="left" if name in ("member", "state", "note") else "right")
+    for title, right, _ in columns:
+        table.add_column(title, justify="right" if right else "left", no_wrap=True, overflow="ellipsis")
     for row in rows:
-        color = COLORS.get(row["state"], "yellow")
-        table.add_row(
-            row["name"],
-            f"[{color}]{row['state']}[/]",
-            *(_size(row[key]) for key in ("memory_bytes", "awake_bytes", "residue_bytes")),
-            str(row["num_waiting"]),
-            str(row["num_in_flight"]),
-            "-" if row["wake_s"] is None else f"{row['wake_s'] * 1e3:.0f} ms",
-            str(row["num_cycles"]),
-            str(row["pid"] or "-"),
-            row["last_error"],
-        )
+        color = COLORS.get(row.get("state", ""), "yellow")
+        texts = ((title, text(row)) for title, _, text in columns)
+        table.add_row(*(Text(text, style=color if title == "state" else "") for title, text in texts))
     return table
 
 
-def swaps_table(rows: list[dict[str, Any]]) -> Any:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, title="swaps", title_justify="left")
-    for name in (
-        "#",
-        "from",
-        "to",
-        "cause",
-        "drain",
-        "sleep",
-        "start",
-        "wake",
-        "verify",
-        "first token",
-        "result",
-    ):
-        table.add_column(name, justify="left" if name in ("from", "to", "cause", "result") else "right")
-    for row in rows:
-        table.add_row(
-            str(row["number"]),
-            ", ".join(row["from"]) or "-",
-            row["to"] or "-",
-            row["cause"],
-            *(
-                milliseconds(row[f"{phase}_ms"])
-                for phase in ("drain", "sleep", "start", "wake", "verify", "first_token")
-            ),
-            row["result"],
-        )
-    return table
+def _of_pool(api: Api, path: str, key: str) -> dict[str, Any]:
+    """The pool's answer; a server that is none is told apart."""
+    try:
+        answer = api.get(path)
+    except ServerError as error:
+        if error.code != "not_found":
+            raise
+        answer = None
+    if not isinstance(answer, dict) or not isinstance(answer.get(key), list):
+        raise ServerError(f"what answers at {api.url} is not a pool; {IS_IT_THERE}", status_code=404)
+    return answer
 
 
 def milliseconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.0f}" if value >= 10 else f"{value:.1f}"
 
 
-def _size(value: int | None) -> str:
-    return "-" if value is None else format_size(value)
+def _size(key: str) -> Callable[[dict[str, Any]], str]:
+    return lambda row: "-" if row[key] is None else format_size(row[key])
+
+
+def _milliseconds(key: str) -> Callable[[dict[str, Any]], str]:
+    return lambda row: milliseconds(row[key])
+
+
+MEMBER_COLUMNS: tuple[Column, ...] = (
+    ("member", False, lambda row: row["name"]),
+    ("state", False, lambda row: row["state"]),
+    ("memory", True, _size("memory_bytes")),
+    ("awake", True, _size("awake_bytes")),
+    ("asleep", True, _size("residue_bytes")),
+    ("wait", True, lambda row: str(row["num_waiting"])),
+    ("run", True, lambda row: str(row["num_in_flight"])),
+    ("wake", True, lambda row: "-" if row["wake_s"] is None else f"{row['wake_s'] * 1e3:.0f} ms"),
+    ("slept", True, lambda row: str(row["num_cycles"])),
+    ("pid", True, lambda row: str(row["pid"] or "-")),
+)
+SWAP_COLUMNS: tuple[Column, ...] = (
+    ("swap", True, lambda row: str(row["number"])),
+    ("from", False, lambda row: ", ".join(row["from"]) or "-"),
+    ("to", False, lambda row: row["to"] or "-"),
+    ("cause", False, lambda row: row["cause"]),
+    *(
+        (title, True, _milliseconds(f"{key}_ms"))
+        for title, key in (
+            ("drain", "drain"),
+            ("sleep", "sleep"),
+            ("start", "start"),
+            ("wake", "wake"),
+            ("verify", "verify"),
+            ("token", "first_token"),
+        )
+    ),
+    ("result", False, lambda row: row["result"]),
+)

@@ -9,6 +9,7 @@ import typer
 from hotrack.cli.http import Api
 from hotrack.cli.options import DEFAULT_URL, AdminKey, Json, Url, print_json
 from hotrack.config import env
+from hotrack.core.rounding import rounded
 
 Member = Annotated[str, typer.Argument(help="Model id or alias.")]
 
@@ -31,8 +32,9 @@ def _post(endpoint: str, outcome: str, member: str, url: str, key: str | None, j
     api = Api(url, key or env.api_key())
     start = time.monotonic()
     answer = api.post(f"/{endpoint}?model={quote(member, safe='')}")
-    seconds = time.monotonic() - start
+    seconds = rounded(time.monotonic() - start)
     if json_output:
         print_json({**answer, "member": member, "seconds": seconds})
     else:
-        print(f"{member} is {outcome} ({seconds:.2f} s)")
+        reached = "stopped" if answer.get("status") == "stopped" else outcome
+        print(f"{member} is {reached} ({seconds:.2f} s)")

@@ -15,6 +15,7 @@ from starlette.routing import Route as Path
 
 from hotrack.core.errors import HotrackError, ModelNotFoundError, RequestError
 from hotrack.core.lifecycle import MemberState
+from hotrack.core.rounding import rounded
 from hotrack.gateway.auth import Keys
 from hotrack.gateway.listing import Listing, event_json, status_json, swap_json
 from hotrack.gateway.request import decode_envelope, read_body
@@ -148,7 +149,7 @@ class Admin:
 
     async def members(self, request: Request) -> Response:
         del request
-        uptime = time.monotonic() - self._started
+        uptime = rounded(time.monotonic() - self._started)
         rows = [status_json(row) for row in self._pool.status()]
         return json_response({"uptime_s": uptime, "ready": self._ready.is_set(), "members": rows})
 
@@ -195,7 +196,10 @@ class Admin:
                 param="level",
             )
         await self._pool.sleep(name)
-        return json_response({"status": "sleeping", "level": level})
+        state = self._states()[name]  # without a process it holds no memory either
+        return json_response(
+            {"status": "stopped" if state is MemberState.STOPPED else "sleeping", "level": level}
+        )
 
     async def wake_up(self, request: Request) -> Response:
         await self._pool.wake(await self._member(request))

@@ -7,6 +7,7 @@ from typing import Any
 
 from hotrack.config.pool import ModelConfig, PoolConfig
 from hotrack.core.lifecycle import MemberState
+from hotrack.core.rounding import rounded
 from hotrack.pool.events import Event, SwapRecord
 from hotrack.pool.status import MemberStatus
 
@@ -82,23 +83,22 @@ class Listing:
 
 def status_json(row: MemberStatus) -> dict[str, Any]:
     """One line of ``/api/pool/members``; where it listens is nobody's business."""
-    shown = asdict(row)
+    shown: dict[str, Any] = rounded(asdict(row))
     del shown["endpoint"]
     return shown
 
 
 def swap_json(swap: SwapRecord) -> dict[str, Any]:
-    return {
-        "number": swap.number,
-        "from": list(swap.victims),
-        "to": swap.target,
-        "total_ms": swap.total_ms,
-        **{key: value for key, value in asdict(swap).items() if key not in ("number", "victims", "target")},
-    }
+    facts = asdict(swap)
+    number, victims, target = (facts.pop(key) for key in ("number", "victims", "target"))
+    shown: dict[str, Any] = rounded(
+        {"number": number, "from": victims, "to": target, "total_ms": swap.total_ms, **facts}
+    )
+    return shown
 
 
 def event_json(event: Event) -> dict[str, Any]:
-    body = asdict(event)
+    body = rounded(asdict(event))
     swap = getattr(event, "swap", None)
     if isinstance(swap, SwapRecord):
         body["swap"] = swap_json(swap)

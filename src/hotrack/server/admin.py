@@ -5,6 +5,7 @@ from starlette.responses import Response
 
 from hotrack._version import __version__
 from hotrack.core.errors import RequestError
+from hotrack.core.rounding import rounded
 from hotrack.obs.member_metrics import CONTENT_TYPE
 from hotrack.openai.responses import (
     IsSleepingResponse,
@@ -39,13 +40,13 @@ class AdminEndpoints:
             raise RequestError(f"level must be one of 0, 1, 2; got {text!r}", param="level")
         residency = self._member.residency
         report = await residency.sleep(int(text), http.query_params.get("mode", "abort"))
-        return json_response(SleepResponse("sleeping", int(residency.level), report))
+        return json_response(SleepResponse("sleeping", int(residency.level), rounded(report)))
 
     async def wake_up(self, http: Request) -> Response:
         tags = http.query_params.getlist("tags") or None
         report = await self._member.residency.wake(tags)
         status = "sleeping" if self._member.residency.is_sleeping else "awake"
-        return json_response(WakeResponse(status, tags, report))
+        return json_response(WakeResponse(status, tags, rounded(report)))
 
     async def is_sleeping(self, _: Request) -> Response:
         return json_response(IsSleepingResponse(self._member.residency.is_sleeping))
