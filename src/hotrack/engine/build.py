@@ -184,6 +184,7 @@ def _build(
         vocab_size=spec.vocab_size,
         pipeline_depth=config.pipeline_depth,
         hash_every=hash_every,
+        device_streams=device.type == "cuda",
     )
     info = {
         "num_blocks": num_blocks,

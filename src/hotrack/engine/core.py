@@ -8,7 +8,7 @@ Equal frames give equal plans on every rank; nothing here looks at a clock or a 
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from time import monotonic
 from typing import Any
 
@@ -27,7 +27,7 @@ from hotrack.engine.messages import Control, ControlReply, StepFrame
 from hotrack.engine.runner import ModelRunner, PendingStep
 from hotrack.engine.sampling_batch import check_logit_bias
 from hotrack.engine.scheduler import Scheduler
-from hotrack.engine.step import StepPlan
+from hotrack.engine.step import StepPlan, StepResult
 from hotrack.engine.transitions import Transitions
 
 Emission = EngineOutput | ControlReply
@@ -37,6 +37,8 @@ SCHEDULING = "scheduling"  # the tag that resumes without touching memory (vLLM'
 class EngineCore:
     """``pipeline_depth``: steps that may be in flight while the next is planned. ``hash_every``: a plan's
     digest is kept in ``last_digest`` every so many steps (ranks compare them); 0 never.
+    ``device_streams``: the memory can wake while steps run, see ``Transitions.start_wake``; a wake that is
+    asked to be ``streamed`` is an ordinary one otherwise.
     """
 
     def __init__(
@@ -48,12 +50,14 @@ class EngineCore:
         vocab_size: int,
         pipeline_depth: int = 1,
         hash_every: int = 0,
+        device_streams: bool = False,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.transitions = transitions
         self.vocab_size = vocab_size
         self.last_digest: int | None = None
+        self.device_streams = device_streams
         self._depth = pipeline_depth
         self._hash_every = hash_every
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
@@ -124,14 +128,39 @@ class EngineCore:
         self._in_flight.append((plan, self.runner.submit(plan)))
 
     def _update(self) -> list[EngineOutput]:
+        if self.transitions.is_landing:
+            return self._land()
         plan, pending = self._in_flight.popleft()
+        return self.scheduler.update(plan, self._result(plan, pending))
+
+    def _result(self, plan: StepPlan, pending: PendingStep) -> StepResult:
         start = monotonic()
         try:
-            result = pending.result()
+            return pending.result()
         except Exception as exc:
             raise EngineDeadError(f"step {plan.step} failed on the device: {exc!r}") from exc
-        self._wait_s += monotonic() - start
-        return self.scheduler.update(plan, result)
+        finally:
+            self._wait_s += monotonic() - start
+
+    def _land(self) -> list[EngineOutput]:
+        """End a streamed wake. Everything that was computed with weights not yet verified is held back until
+        they are, and thrown away if they turn out wrong."""
+        self.runner.wait_for = None
+        steps = [(plan, self._result(plan, pending)) for plan, pending in self._in_flight]
+        self._in_flight.clear()
+        failed: list[EngineOutput] = []
+        try:
+            self.runner.call(self.transitions.finish_wake)
+        except HotrackError as exc:
+            failed = [
+                replace(output, finish_reason=FinishReason.ERROR, error=exc.message, error_code=exc.code)
+                for output in self.scheduler.abort_all()
+            ]
+            self._paused = True
+        outputs = [output for plan, result in steps for output in self.scheduler.update(plan, result)]
+        if self._paused:
+            self.scheduler.kv.reset_prefix_cache()
+        return failed + outputs
 
     def _finish_in_flight(self) -> list[EngineOutput]:
         outputs: list[EngineOutput] = []
@@ -182,7 +211,7 @@ class EngineCore:
         if self._must_drain(control):
             self._draining.append(control)
             return []
-        emissions: list[Emission] = []
+        emissions: list[Emission] = [*self._land()] if self.transitions.is_landing else []
         try:
             result = self._controls[control.op](control.args, emissions)
         except HotrackError as exc:
@@ -225,7 +254,10 @@ class EngineCore:
         self._draining = []
         tags = args.get("tags")
         result = {"is_sleeping": self.transitions.is_sleeping}
-        if tags is None or (tags := [tag for tag in tags if tag != SCHEDULING]):
+        if args.get("streamed") and tags is None and self.device_streams:
+            result = self.runner.call(self.transitions.start_wake)
+            self.runner.wait_for = self.transitions.wait_for if self.transitions.is_landing else None
+        elif tags is None or (tags := [tag for tag in tags if tag != SCHEDULING]):
             result = self.runner.call(lambda: self.transitions.wake(tags))
         self._paused = self.transitions.is_sleeping
         return result

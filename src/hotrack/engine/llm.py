@@ -99,9 +99,15 @@ class LLM:
         """
         return self._backend.control("sleep", level=level)
 
-    def wake_up(self, tags: Iterable[str] | None = None) -> dict[str, Any]:
-        """Bring memory back (all, or 'weights' / 'kv_cache'); returns the report."""
-        return self._backend.control("wake", tags=None if tags is None else list(tags))
+    def wake_up(self, tags: Iterable[str] | None = None, *, streamed: bool = False) -> dict[str, Any]:
+        """Bring memory back (all, or 'weights' / 'kv_cache'); returns the report.
+
+        ``streamed``: on a GPU, return while weights are still on their way, so that the next prompt is
+        computed behind them, layer by layer. Its tokens come once all weights have been verified; if they
+        are not what was saved, it fails, and the model is asleep.
+        """
+        wanted = None if tags is None else list(tags)
+        return self._backend.control("wake", tags=wanted, streamed=streamed)
 
     def reset_prefix_cache(self) -> None:
         self._backend.control("reset_prefix_cache")

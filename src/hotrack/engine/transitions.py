@@ -3,7 +3,7 @@
 Called at a frame boundary with nothing in flight, so the ranks' collectives match up.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -22,7 +22,11 @@ class Memory(Protocol):
 
     def sleep(self, level: int) -> SleepReport: ...
 
-    def wake(self, tags: Collection[str] | None = None) -> WakeReport: ...
+    def wake(self, tags: Collection[str] | None = None, *, streamed: bool = False) -> WakeReport: ...
+
+    def wait_for(self, names: Sequence[str]) -> None: ...
+
+    def finish_wake(self) -> WakeReport: ...
 
 
 class Transitions:
@@ -32,6 +36,7 @@ class Transitions:
         self._memory = memory
         self._agree = agree
         self._level = SleepLevel.PAUSE
+        self._landing = False
 
     @property
     def is_sleeping(self) -> bool:
@@ -56,8 +61,40 @@ class Transitions:
         """
         if not self.is_sleeping:
             return self._describe(self._memory.wake(tags))
-        undo = lambda: self._memory.sleep(self._level)  # noqa: E731
-        return self._describe(self._on_all_ranks(lambda: self._memory.wake(tags), undo, WakeError))
+        return self._describe(self._on_all_ranks(lambda: self._memory.wake(tags), self._back, WakeError))
+
+    def start_wake(self) -> dict[str, Any]:
+        """Wake everything, but return while the weights are still on their way: until ``finish_wake``, steps
+        must call ``wait_for`` before they read a weight, and nothing they compute may leave the process.
+
+        Raises:
+            WakeError: some rank could not; all are asleep.
+        """
+        if not self.is_sleeping:
+            return self._describe(self._memory.wake())
+        report = self._on_all_ranks(lambda: self._memory.wake(streamed=True), self._back, WakeError)
+        self._landing = True
+        return self._describe(report)
+
+    @property
+    def is_landing(self) -> bool:
+        return self._landing
+
+    def wait_for(self, names: Sequence[str]) -> None:
+        """Makes the device wait until these weights have landed."""
+        self._memory.wait_for(names)
+
+    def finish_wake(self) -> dict[str, Any]:
+        """The second half of ``start_wake``: every byte has landed and is the one that was saved.
+
+        Raises:
+            WakeError: not so on some rank; all are asleep.
+        """
+        self._landing = False
+        return self._describe(self._on_all_ranks(self._memory.finish_wake, self._back, WakeError))
+
+    def _back(self) -> None:
+        self._memory.sleep(self._level)
 
     def _on_all_ranks(
         self, act: Callable[[], Any], undo: Callable[[], object], error: type[TransitionError]
