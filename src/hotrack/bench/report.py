@@ -1,5 +1,6 @@
 """Tables, JSON and plots of measurements, always with the machine and the command that made them."""
 
+import json
 import platform
 import shutil
 import subprocess
@@ -8,7 +9,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import psutil
 from rich.table import Table
 
@@ -85,4 +85,4 @@ def sweep_table(title: str, results: Sequence[CellResult]) -> Table:
 
 def write_json(path: Path, payload: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(payload), indent=1) + b"\n")
+    path.write_text(json.dumps(payload, indent=1) + "\n")

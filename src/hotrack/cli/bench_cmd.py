@@ -9,16 +9,16 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from hotrack.cli import bench_swap_cmd
 from hotrack.core.errors import ConfigError
 
 app = typer.Typer(
-    no_args_is_help=True, help="Measure a server; every number comes with machine, command and commit."
+    no_args_is_help=True,
+    help="Measure a server, or sleep and wake; every number comes with machine, command and commit.",
 )
 
 
-@app.callback()
-def _group() -> None:
-    """Keeps `sweep` a subcommand while it is the only one."""
+app.command("swap")(bench_swap_cmd.swap)
 
 
 @app.command()

@@ -1,0 +1,135 @@
+"""Arithmetic of the swap benchmark: spreads over cycles, slopes, leaks, and bars."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+MIB, GIB = 1 << 20, 1 << 30
+RSS_LIMIT_BYTES = 1024.0
+JUDGED_CYCLES = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Milliseconds of one operation over the cycles. The first stands alone: an allocator that pays in its
+    first cycle looks good in any average."""
+
+    first: float
+    median: float
+    p95: float
+    worst: float
+    count: int
+
+    @classmethod
+    def of(cls, milliseconds: Sequence[float]) -> "Series":
+        """p95 by nearest rank: a value that was measured, and the worst of fewer than 20."""
+        ordered = sorted(milliseconds)
+        rank = -(-95 * len(ordered) // 100) - 1
+        return cls(milliseconds[0], median(ordered), ordered[rank], ordered[-1], len(ordered))
+
+
+def slope(values: Sequence[float]) -> float:
+    """Least-squares slope per step; 0 for fewer than two values."""
+    count = len(values)
+    if count < 2:
+        return 0.0
+    mean_x, mean_y = (count - 1) / 2, sum(values) / count
+    above = sum((x - mean_x) * (y - mean_y) for x, y in enumerate(values))
+    return above / sum((x - mean_x) ** 2 for x in range(count))
+
+
+def changes(values: Sequence[Hashable]) -> int:
+    """How many of the values differ from the first."""
+    return sum(value != values[0] for value in values)
+
+
+@dataclass(frozen=True, slots=True)
+class Leak:
+    """One thing that may not grow over the cycles. ``exact``: it must be the same every time (in ``changed``
+    cycles it was not); else it must grow by less than ``limit`` per cycle (None: too few cycles to tell)."""
+
+    what: str
+    first: float
+    last: float
+    per_cycle: float
+    changed: int
+    exact: bool
+    limit: float | None = None
+
+    @property
+    def passed(self) -> bool:
+        if self.exact:
+            return self.changed == 0
+        return self.limit is None or self.per_cycle < self.limit
+
+    @classmethod
+    def of(cls, what: str, values: Sequence[float]) -> "Leak":
+        return cls(what, values[0], values[-1], slope(values), changes(values), exact=True)
+
+    @classmethod
+    def growing(cls, what: str, values: Sequence[float], limit: float) -> "Leak":
+        """The slope counts from the second tenth on: at first the interpreter and libraries settle."""
+        settled = values[len(values) // 10 :]
+        judged = limit if len(values) >= JUDGED_CYCLES else None
+        return cls(what, values[0], values[-1], slope(settled), changes(values), exact=False, limit=judged)
+
+
+def leaks(states: Sequence[dict[str, Any]], where: str) -> list[Leak]:
+    """From the ``stats`` answers of one place in the cycle. The resident set is noisy: its slope counts."""
+    found = [Leak.growing(f"RSS {where}", [state["rss_bytes"] for state in states], RSS_LIMIT_BYTES)]
+    for key, name in (("device_bytes", "device bytes"), ("host_bytes", "host copy")):
+        if all(state[key] is not None for state in states):
+            found.append(Leak.of(f"{name} {where}", [state[key] for state in states]))
+    kinds = sorted({kind for state in states for kind in state["handles"]})
+    found += [
+        Leak.of(f"{kind} {where}", [state["handles"].get(kind, 0) for state in states]) for kind in kinds
+    ]
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A line of the table: ``value`` (a median, if there are several), and of the cycles the first and the
+    95th percentile. ``bar``: what neither ``value`` nor ``first`` may exceed; None: shown for comparison."""
+
+    subject: str
+    what: str
+    value: float
+    unit: str
+    first: float | None = None
+    p95: float | None = None
+    floor: float | None = None
+    bar: float | None = None
+    note: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        subject: str,
+        what: str,
+        series: Series,
+        *,
+        floor: float | None = None,
+        bar: float | None = None,
+        note: str = "",
+    ) -> "Row":
+        return cls(
+            subject=subject,
+            what=what,
+            value=series.median,
+            unit="ms",
+            first=series.first,
+            p95=series.p95,
+            floor=floor,
+            bar=bar,
+            note=note,
+        )
+
+    @property
+    def ratio(self) -> float | None:
+        return self.value / self.floor if self.floor else None
+
+    @property
+    def passed(self) -> bool | None:
+        return None if self.bar is None else max(self.value, self.first or 0.0) <= self.bar
