@@ -59,6 +59,10 @@ def rank_environment() -> dict[str, str]:
     microseconds bridge the gap between two kernels just as well.
 
     A user's own setting of either wins.
+
+    NCCL_GRAPH_REGISTER, NCCL_LOCAL_REGISTER: NCCL would show peers the buffers of captured graphs and those
+    a user registers, both of which sleep unmaps. Off whatever the user says: a peer would go on writing to
+    memory that is no longer ours. NVLink multicast is left as it is.
     """
     tunables = {
         "hugetlb": "1",
@@ -72,6 +76,8 @@ def rank_environment() -> dict[str, str]:
         "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", ours),
         "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "5000"),
         "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_GRAPH_REGISTER": "0",
+        "NCCL_LOCAL_REGISTER": "0",
     }
 
 
