@@ -42,7 +42,8 @@ def fill_dummy(
 def _fill(values: Tensor, source: Source, spec: ModelSpec, seed: int, generator: torch.Generator) -> int:
     """Returns how many elements the source covers."""
     part = values[source.dest] if source.dest else values
-    generator.manual_seed((seed << 32) + zlib.crc32(source.name.encode()))
+    # 32 bits: torch's generator for CPUs ignores the others.
+    generator.manual_seed(zlib.crc32(f"{seed}:{source.name}".encode()))
     if "norm" in source.name:
         part.normal_(1.0, 0.1, generator=generator)
     elif part.dim() < 2:

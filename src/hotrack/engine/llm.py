@@ -6,14 +6,15 @@ from dataclasses import replace
 from itertools import count
 from typing import Any, Self
 
-from hotrack.checkpoint.tokenizer import load_tokenizer
+from hotrack.checkpoint.tokenizer import TokenizerAssets, load_tokenizer
 from hotrack.config.engine import EngineConfig
-from hotrack.core.errors import ContextLengthError, error_from_code
+from hotrack.core.errors import ContextLengthError, RequestError, error_from_code
 from hotrack.core.lifecycle import FinishReason
 from hotrack.core.request import EngineOutput, EngineRequest, pack_tokens, unpack_tokens
 from hotrack.core.sampling import SamplingParams
-from hotrack.engine.backends import Backend, InProcessBackend, RanksBackend
+from hotrack.engine.backends import RanksBackend
 from hotrack.engine.chat import render_chat
+from hotrack.engine.in_process import Backend, InProcessBackend
 from hotrack.engine.outputs import CompletionOutput, RequestOutput, as_logprobs, finish_name
 from hotrack.hub.resolve import resolve
 
@@ -25,22 +26,30 @@ class LLM:
     """A model loaded in this process (``tensor_parallel_size`` 1) or in rank processes. Close it, or use
     ``with``.
 
-    ``options`` are ``EngineConfig``'s fields. Not for use by several threads at once.
+    ``options`` are ``EngineConfig``'s fields. ``skip_tokenizer_init``: prompts are token ids, and results
+    have no text. Not for use by several threads at once.
 
     Raises:
         CheckpointError: the model is missing, damaged or unsupported.
         ConfigError: an option is out of range.
     """
 
-    def __init__(self, model: str, **options: Any) -> None:
+    def __init__(self, model: str, *, skip_tokenizer_init: bool = False, **options: Any) -> None:
         self.config = EngineConfig(model=model, **options)
-        self.assets = load_tokenizer(resolve(model))
+        self._assets = None if skip_tokenizer_init else load_tokenizer(resolve(model))
         self._backend: Backend = (
             InProcessBackend(self.config)
             if self.config.tensor_parallel_size == 1
             else RanksBackend(self.config)
         )
         self._request_ids = count()
+
+    @property
+    def assets(self) -> TokenizerAssets:
+        """Raises RequestError without a tokenizer."""
+        if self._assets is None:
+            raise RequestError("this LLM was made without a tokenizer; give prompts as token ids")
+        return self._assets
 
     @property
     def max_model_len(self) -> int:
@@ -144,7 +153,7 @@ class LLM:
                 # Siblings differ in their seed and are reproducible together.
                 replace(params, n=1, seed=base + index),
                 min(params.max_tokens or room, room),
-                self.assets.eos_token_ids,
+                () if self._assets is None else self._assets.eos_token_ids,
             )
             for index in range(params.n)
         ]
@@ -173,7 +182,9 @@ class LLM:
             result.prompt_logprobs = [None, *(as_logprobs(entry) for entry in found)]
 
     def _decode(self, token_ids: list[int], params: SamplingParams) -> str:
-        text: str = self.assets.tokenizer.decode(token_ids, skip_special_tokens=params.skip_special_tokens)
+        if self._assets is None:
+            return ""
+        text: str = self._assets.tokenizer.decode(token_ids, skip_special_tokens=params.skip_special_tokens)
         return text
 
 
