@@ -22,8 +22,8 @@ from hotrack.core.errors import ConfigError, EngineDeadError, HotrackError, Mode
 from hotrack.core.lifecycle import FinishReason
 from hotrack.core.request import EngineOutput, EngineRequest, pack_tokens, unpack_tokens
 from hotrack.core.sampling import SamplingParams
-from hotrack.engine.in_process import InProcessBackend
 from hotrack.engine.client import EngineClient
+from hotrack.engine.in_process import InProcessBackend
 
 pytestmark = pytest.mark.e2e
 
