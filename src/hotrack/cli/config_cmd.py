@@ -33,6 +33,7 @@ def validate(path: PoolFile, json_output: Json = False) -> None:
     from hotrack.gateway.build import member_specs, pool_policy
 
     config = load_pool_file(path)
+    check_model_names(config, path)
     specs = member_specs(config)
     pool_policy(config)
     warnings = [*config.warnings, *plan_warnings(config)]
@@ -42,6 +43,20 @@ def validate(path: PoolFile, json_output: Json = False) -> None:
     for warning in warnings:
         print(f"warning: {warning}")
     print(f"{path}: {len(specs)} models, no errors")
+
+
+def check_model_names(config: "PoolConfig", path: Path) -> None:
+    """Raises ConfigError when a ``model:`` can be no model: no such file, and neither a demo name nor shaped
+    like a repository. Fetches nothing."""
+    from hotrack.core.errors import CheckpointError, ConfigError
+    from hotrack.hub.resolve import check_name
+
+    for name, model in config.models.items():
+        if model.model is not None:
+            try:
+                check_name(model.model)
+            except CheckpointError as error:
+                raise ConfigError(f"{path}: models.{name}.model: {error.message}") from None
 
 
 def plan_warnings(config: "PoolConfig") -> tuple[str, ...]:

@@ -57,10 +57,12 @@ def fitting(
     """``columns`` without as few of ``drop``, in that order, as fit the console's width."""
     from rich.measure import Measurement
 
-    for count in range(len(drop) + 1):
-        table = _table(tuple(column for column in columns if column[0] not in drop[:count]), rows)
+    table = _table(columns, rows)
+    for title in drop:
         if Measurement.get(console, console.options, table).maximum < console.width:
             break
+        columns = tuple(column for column in columns if column[0] != title)
+        table = _table(columns, rows)
     return table
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hotrack.cli.config_cmd import PoolFile, plan_warnings
+from hotrack.cli.config_cmd import PoolFile, check_model_names, plan_warnings
 
 if TYPE_CHECKING:
     from hotrack.config.pool import PoolConfig
@@ -43,6 +43,7 @@ def serve(
     from hotrack.obs.log import setup_logging
 
     config = load_pool_file(path)
+    check_model_names(config, path)
     setup_logging("gateway", config.log_level)
     for warning in config.warnings:
         _say(f"warning: {warning}")

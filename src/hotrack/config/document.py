@@ -27,11 +27,13 @@ _COLLECTIONS = {_TAG + "map", _TAG + "seq"}
 
 @dataclass(slots=True)
 class Document:
-    """``lines`` maps the place of a value (keys and indices from the top) to its 1-based line."""
+    """``lines`` maps the place of a value (keys and indices from the top) to its 1-based line. ``not_text``:
+    places whose key YAML reads as a number, a truth value or nothing; here it is the text as written."""
 
     name: str
     value: Any = None
     lines: dict[Place, int] = field(default_factory=dict)
+    not_text: set[Place] = field(default_factory=set)
 
     def fail(self, place: Place, message: str) -> NoReturn:
         """Raise ConfigError for the value at ``place``."""
@@ -129,6 +131,8 @@ class _Builder:
                 line = key_node.start_mark.line + 1
                 self._document.lines[(*place, key)] = line
                 self._document.fail((*place, key), "written twice; each name may be used once")
+            if key_node.tag != _TAG + "str":
+                self._document.not_text.add((*place, key))
             own[key] = self.build(value_node, (*place, key), depth + 1)
             self._document.lines[(*place, key)] = key_node.start_mark.line + 1
         return {**merged, **own}

@@ -38,7 +38,10 @@ def _load(document: Document) -> PoolConfig:
     if not isinstance(raw, dict):
         document.fail((), "a pool file is a mapping with at least 'models:'")
     reading = Reading(document, [])
-    config = reading.block(PoolConfig, (), _expanded(document, raw))
+    expanded = _expanded(document, raw)
+    for name in expanded["models"]:
+        _check_name(document, name)
+    config = reading.block(PoolConfig, (), expanded)
     if not config.models:
         document.fail(("models",), "at least one model is needed")
     for name, model in config.models.items():
@@ -82,10 +85,20 @@ def _without_comments(command: str) -> str:
     return "\n".join(line for line in command.splitlines() if not line.lstrip().startswith("#")).strip()
 
 
-def _check_model(document: Document, name: str, model: ModelConfig) -> None:
+def _check_name(document: Document, name: str) -> None:
     place = ("models", name)
+    if place in document.not_text:
+        document.fail(
+            place,
+            f"YAML does not read this model id as text but as a number, true, false or nothing; "
+            f'write it in quotes: "{name}"',
+        )
     if not name or len(name) > 256 or not name.isprintable():
         document.fail(place, "a model id must be 1 to 256 printable characters")
+
+
+def _check_model(document: Document, name: str, model: ModelConfig) -> None:
+    place = ("models", name)
     if model.model is not None and (model.cmd is not None or model.proxy is not None):
         document.fail((*place, "model"), "give either 'model' (hotrack runs it) or 'cmd'/'proxy', not both")
     if model.model is None and model.cmd is None and model.proxy is None:

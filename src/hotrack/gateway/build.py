@@ -11,10 +11,22 @@ from hotrack.core.errors import ConfigError
 from hotrack.gateway.request import Route
 from hotrack.gateway.routes import Routes
 from hotrack.members.spec import CanarySpec, Deadlines, MemberSpec
-from hotrack.plan.ledger import DeviceBudget, Footprint, GpuLedger, assumed, operator
+from hotrack.plan.ledger import (
+    MIB,
+    DeviceBudget,
+    Footprint,
+    GpuLedger,
+    assumed,
+    format_bytes,
+    operator,
+    stated,
+)
 from hotrack.pool.policy import PoolPolicy
 
 T = TypeVar("T")
+# What our own engine's processes hold on a CPU besides weights and KV cache, and keep asleep: a floor
+# (operations.md shows 242 MiB for a sleeping SmolLM2-135M).
+PROCESS_BYTES = 200 * MIB
 
 
 def member_specs(config: PoolConfig) -> tuple[MemberSpec, ...]:
@@ -55,28 +67,47 @@ def device_budgets(config: PoolConfig) -> dict[str, DeviceBudget]:
 
 def check_budget(config: PoolConfig, weight_bytes: Mapping[str, int]) -> tuple[str, ...]:
     """Warnings of the plan in which each member is awake alone. ``weight_bytes``: per member, as far as its
-    files tell; memory stated in the file wins.
+    files tell; memory stated in the file wins. What a process of our own engine holds besides is unknown
+    before it is measured: with a usual size for it, a plan without room is a warning, not an error.
 
     Raises:
         ConfigError: a member cannot be awake even alone; the message has the arithmetic.
     """
     warnings: list[str] = []
     for group, budget in device_budgets(config).items():
-        footprints = [
-            _footprint(name, model, weight_bytes.get(name, 0))
-            for name, model in config.models.items()
-            if model.device_group == group
-        ]
-        warnings += GpuLedger.of(budget, footprints).check_each_alone()
+        specs = [spec for spec in member_specs(config) if spec.device_group == group]
+        known = [_footprint(spec, config, weight_bytes.get(spec.name, 0)) for spec in specs]
+        warnings += GpuLedger.of(budget, known).check_each_alone()
+        usual = GpuLedger.of(budget, [_with_process(footprint, config) for footprint in known])
+        for spec in specs:
+            verdict = usual.fits((spec.name,))
+            if verdict.spare_bytes < spec.tolerance_bytes:
+                warnings.append(
+                    f"{spec.name} may never fit: a process of the engine usually holds about "
+                    f"{format_bytes(PROCESS_BYTES)} besides its weights and KV cache, awake or asleep, and with "
+                    f"{format_bytes(spec.tolerance_bytes)} of tolerance that is too much: {verdict.arithmetic}"
+                )
     return tuple(warnings)
 
 
-def _footprint(name: str, model: ModelConfig, weight_bytes: int) -> Footprint:
-    stated = model.memory
-    kv_bytes = model.engine.kv_cache_memory_bytes or 0
-    pool = assumed(weight_bytes + kv_bytes) if stated.awake_bytes is None else operator(stated.awake_bytes)
-    residue = assumed(0) if stated.residue_bytes is None else operator(stated.residue_bytes)
-    return Footprint(name, pool=pool, residue=residue)
+def _footprint(spec: MemberSpec, config: PoolConfig, weight_bytes: int) -> Footprint:
+    kv_bytes = config.models[spec.name].engine.kv_cache_memory_bytes or 0
+    pool = assumed(weight_bytes + kv_bytes) if spec.awake_bytes is None else stated(spec.awake_bytes)
+    return Footprint(spec.name, pool=pool, residue=stated(spec.residue_bytes))
+
+
+def _with_process(footprint: Footprint, config: PoolConfig) -> Footprint:
+    """With the usual size of our own engine's process wherever the file does not state the whole."""
+    model = config.models[footprint.name]
+    if model.model is None:
+        return footprint
+    process = assumed(PROCESS_BYTES)
+    level = config.pool.sleep.level if model.sleep_level is None else model.sleep_level
+    return replace(
+        footprint,
+        nonpool=process if model.memory.awake_bytes is None else footprint.nonpool,
+        residue=process if model.memory.residue_bytes is None and level != 0 else footprint.residue,
+    )
 
 
 def _member(name: str, model: ModelConfig, config: PoolConfig) -> MemberSpec:

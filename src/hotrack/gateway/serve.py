@@ -118,12 +118,20 @@ async def _serve(
     server = Server(uvicorn_config(app, access_log=access_log), on_exit=app.stopping.set)
     preload = next(iter(config.hooks.on_startup.preload), None)
     starting = asyncio.create_task(_start(pool, app, preload, on_ready))
+    starting.add_done_callback(lambda task: _leave_if_impossible(task, server))
     try:
         await server.serve(sockets=[listener])
     finally:
         starting.cancel()
         await asyncio.wait([starting])
         await pool.close()
+    if not starting.cancelled():
+        starting.result()
+
+
+def _leave_if_impossible(starting: "asyncio.Task[None]", server: Server) -> None:
+    if not starting.cancelled() and starting.exception() is not None:
+        server.should_exit = True
 
 
 async def _start(pool: Pool, app: Gateway, preload: str | None, on_ready: Callable[[], None]) -> None:
@@ -131,5 +139,6 @@ async def _start(pool: Pool, app: Gateway, preload: str | None, on_ready: Callab
         await pool.start(preload=preload)
     except HotrackError as error:  # members that fail show in the status; the gateway stays up
         log.error("the pool did not start as configured: %s", error.message)
+    pool.check_measured()
     app.ready.set()
     on_ready()

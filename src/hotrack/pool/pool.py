@@ -86,6 +86,22 @@ class Pool:
         if preload is not None and not self._closed:
             await self.wake(preload)
 
+    def check_measured(self) -> None:
+        """Raises ConfigError when, by what was measured so far, a member can never be awake: not even after
+        everybody else whose process is ours has ended."""
+        for spec in self._specs.values():
+            others = {
+                other.name
+                for other in self._specs.values()
+                if other.device_group == spec.device_group and other is not spec and other.command
+            }
+            verdict = self._loop_of[spec.name].capacity.fits((spec.name,), absent=others)
+            if not verdict.fits:
+                raise ConfigError(
+                    f"{spec.name} can never be awake within its budget: {verdict.arithmetic}; raise "
+                    "pool.memory.budget, or make the model smaller (kv_cache_memory, max_model_len, dtype)"
+                )
+
     def lease(
         self, model: str, *, priority: int = 0, deadline_s: float | None = None, request_id: str = ""
     ) -> Lease:

@@ -69,7 +69,7 @@ class RunLoop:
     ) -> None:
         self._entries = {member.spec.name: Entry(member) for member in members}
         self._policy = policy
-        self._capacity = capacity
+        self.capacity = capacity
         self._clock = clock
         self._effects = effects
         self._scheduler = SwapScheduler(policy)
@@ -261,7 +261,7 @@ class RunLoop:
             entry.holds = True
             if new is _S.STARTING:  # what an earlier process left asleep says nothing about the new one
                 entry.residue_bytes = None
-                self._capacity = self._capacity.with_residue(name, stated(entry.spec.residue_bytes))
+                self.capacity = self.capacity.with_residue(name, stated(entry.spec.residue_bytes))
         elif new is _S.STOPPED:
             entry.holds, entry.memory_bytes = False, None
         elif new is _S.ASLEEP and old is _S.SUSPENDING:
@@ -293,11 +293,11 @@ class RunLoop:
         entry.memory_bytes = num_bytes
         if kind == "residue":
             entry.residue_bytes = num_bytes
-            self._capacity = self._capacity.with_residue(name, measured(num_bytes))
+            self.capacity = self.capacity.with_residue(name, measured(num_bytes))
         else:
             entry.awake_bytes = max(num_bytes, entry.awake_bytes or 0)
             if num_bytes > (entry.spec.awake_bytes or 0):  # a declared bound stays until it is exceeded
-                self._capacity = self._capacity.with_awake(name, measured(entry.awake_bytes))
+                self.capacity = self.capacity.with_awake(name, measured(entry.awake_bytes))
         self._effects.publish(MemoryMeasured(self._clock.now(), name, kind, num_bytes))
 
     def timed(self, name: str, kind: str, seconds: float) -> None:
@@ -312,7 +312,7 @@ class RunLoop:
         view = self._view()
         up = {m.name for m in view.members if m.state is _S.READY or m.stuck} | {name}
         absent = {m.name for m in view.members if m.absent} - {name}
-        return self._capacity.fits(up, absent=absent)
+        return self.capacity.fits(up, absent=absent)
 
     def status(self) -> list[MemberStatus]:
         now = self._clock.now()
@@ -464,7 +464,7 @@ class RunLoop:
         return Switch(cause, victims=(entry.name,), stop=True)
 
     def _view(self) -> GroupView:
-        return GroupView([entry.view() for entry in self._entries.values()], self._capacity)
+        return GroupView([entry.view() for entry in self._entries.values()], self.capacity)
 
     # --- saying no
 

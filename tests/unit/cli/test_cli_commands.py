@@ -100,8 +100,16 @@ def test_validate_accepts_and_counts(tmp_path: Path, capsys: Any, monkeypatch: A
         ("models:\n  a: {modl: x}\n", "did you mean 'model'?"),
         ("models:\n a: {model: x}\n a: {model: y}\n", "written twice"),
         ("models: {a: {cmd: serve}}", "must contain ${PORT}"),
+        ("models: {a: {model: smolm2}}", "models.a.model: unknown model 'smolm2': did you mean 'smollm2'?"),
+        ("models: {a: {model: tiny_moe}}", "did you mean 'tiny-moe'?"),
+        ("models: {a: {model: ./nowhere}}", "models.a.model: no file or folder nowhere"),
+        ("models: {a: {model: a/b/c}}", "unknown model 'a/b/c'"),
+        ("models: {1: {model: tiny-moe}}", 'write it in quotes: "1"'),
+        ("models: {true: {model: tiny-moe}}", 'write it in quotes: "true"'),
+        ("models:\n  null:\n", 'write it in quotes: "null"'),
+        ("models:\n 1:\n true:\n null:\n", "pool.yaml:2: models.1: YAML does not read this model id as text"),
         (
-            "models: {a: {model: x, memory: {awake: 2GiB}}, b: {model: y, memory: {awake: 3GiB}}}\n"
+            "models: {a: {model: o/x, memory: {awake: 2GiB}}, b: {model: o/y, memory: {awake: 3GiB}}}\n"
             "pool: {memory: {budget: 1GiB}}",
             "cannot be awake even with every other member asleep: pool a 2.00 GiB",
         ),
@@ -118,6 +126,25 @@ def test_validate_refuses_on_one_line(
     assert words in err
     assert err.startswith("hotrack: ")
     assert err.count("\n") == 1
+
+
+def test_validate_warns_when_nothing_is_left_for_sleepers(
+    tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    path = tmp_path / "pool.yaml"
+    text = (
+        "models:\n a: {{model: tiny-moe, memory: {{awake: 500MiB}}}}\n b: {{model: tiny-moe}}\n"
+        "pool: {{memory: {{budget: {}MiB}}}}"
+    )
+    path.write_text(text.format(500 + 200 + 64 - 1))
+    code, out, _ = run(capsys, monkeypatch, "validate", str(path))
+    assert code == 0
+    (warning,) = [line for line in out.splitlines() if "may never fit" in line]
+    assert "a may never fit: a process of the engine usually holds about 200 MiB" in warning
+    assert "pool a 500 MiB (operator) + residue b 200 MiB (assumed)" in warning
+    path.write_text(text.format(500 + 200 + 64))
+    _, out, _ = run(capsys, monkeypatch, "validate", str(path))
+    assert "may never fit" not in out
 
 
 def test_config_schema_is_json(capsys: Any, monkeypatch: Any) -> None:

@@ -7,6 +7,7 @@ import pytest
 from fakes.clock import run_virtual
 from fakes.fake_member import GIB, FakeMember, World
 from fakes.pool_rig import Rig, spec
+from hotrack.core.errors import ConfigError
 from hotrack.core.lifecycle import MemberState
 from hotrack.members.spec import MemberSpec
 from hotrack.pool.policy import PoolPolicy
@@ -94,6 +95,20 @@ def test_an_engine_of_somebody_else_cannot_be_ended_and_the_sum_is_said() -> Non
             assert answer.error is not None
             assert "residue a 40.00 GiB (measured)" in answer.error.message
             assert world.count("stop", "a") == 0
+
+    run_virtual(main())
+
+
+def test_a_member_measured_larger_than_the_budget_is_refused_with_the_sum() -> None:
+    async def main() -> None:
+        world = World()
+        specs = [undeclared("a", awake_bytes=None), undeclared("b", awake_bytes=None)]
+        FakeMember(specs[0], world, awake_bytes=100 * GIB)
+        async with Rig(specs=specs, policy=QUIET, world=world) as rig:
+            with pytest.raises(ConfigError, match=r"a can never be awake .*pool a 100\.00 GiB \(measured\)"):
+                rig.pool.check_measured()
+        async with heavy_rig() as rig:
+            rig.pool.check_measured()  # heavy sleepers can be ended
 
     run_virtual(main())
 
