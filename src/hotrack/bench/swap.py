@@ -5,7 +5,7 @@ floor and a bare context are measured in processes of their own, then every subj
 """
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -13,9 +13,13 @@ from hotrack.bench.swap_cycles import Outcome, cycles, partial_swaps, swaps, tog
 from hotrack.bench.swap_faults import Verdict, faults
 from hotrack.bench.swap_numbers import GIB
 from hotrack.bench.swap_options import Report, Subject, SwapOptions
-from hotrack.bench.swap_process import Workers, workers
+from hotrack.bench.swap_process import MODEL_WORKER, Workers, workers
 
-HOTRACK = Subject("hotrack")
+HOTRACK = "hotrack"
+
+
+def hotrack(options: SwapOptions) -> Subject:
+    return Subject(HOTRACK) if options.model is None else Subject(HOTRACK, MODEL_WORKER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,7 @@ class SwapResult:
     @property
     def passed(self) -> bool:
         """Everything that must be equal was, and no fault went wrong. Bars are about speed: not here."""
-        ours = [o for o in self.outcomes if o.subject == HOTRACK.name]
+        ours = [o for o in self.outcomes if o.subject == HOTRACK]
         return not any(o.faults for o in ours) and all(v.passed is not False for v in self.verdicts)
 
     def payload(self) -> dict[str, Any]:
@@ -76,12 +80,13 @@ def measure(options: SwapOptions, peers: list[Subject], report: Report) -> SwapR
     with workers() as pool:
         _prepare(pool, result, report)
         if len(options.devices) > 1:
-            result.outcomes += together(pool, HOTRACK, options, report)
+            result.outcomes += together(pool, hotrack(options), options, report)
             return result
-        result.outcomes += _scenarios(pool, HOTRACK, options, report)
+        result.outcomes += _scenarios(pool, hotrack(options), options, report)
+        fewer = replace(options, cycles=min(options.cycles, options.peer_cycles))
         for peer in peers:
             try:
-                result.outcomes += _scenarios(pool, peer, options, report)
+                result.outcomes += _scenarios(pool, peer, fewer, report)
             except Exception as error:  # noqa: BLE001 - a peer's failure is a finding, not ours to raise
                 result.skipped[peer.name] = str(error)
             finally:
@@ -95,7 +100,7 @@ def measure_faults(options: SwapOptions, report: Report) -> SwapResult:
     with workers() as pool:
         _open(pool, options, 0)
         pool.end_all()
-        result.verdicts = faults(pool, HOTRACK, options, report)
+        result.verdicts = faults(pool, hotrack(options), options, report)
     return result
 
 

@@ -25,11 +25,12 @@ class Subject:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapOptions:
     """``devices``: indices; more than one means one member each, waking at the same moment. ``model``: real
-    weights instead of ``nbytes`` synthetic ones."""
+    weights instead of ``nbytes`` synthetic ones. ``peer_cycles``: peers take seconds per cycle."""
 
     device: str
     nbytes: int
     cycles: int
+    peer_cycles: int = 4
     devices: tuple[int, ...] = (0,)
     members: int = 2
     tensor_bytes: int = 64 * MIB

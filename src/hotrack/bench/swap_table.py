@@ -31,7 +31,7 @@ def rows(result: SwapResult) -> list[Row]:
     found: list[Row] = []
     members = 0
     for outcome in result.outcomes:
-        barred = result.options.is_cuda and outcome.subject == HOTRACK.name
+        barred = result.options.is_cuda and outcome.subject == HOTRACK
         if outcome.scenario in _BY_SCENARIO:
             found += _BY_SCENARIO[outcome.scenario](outcome, result.links[0], barred)
         else:

@@ -35,6 +35,7 @@ def swap(
         str | None, typer.Option(help="Real weights of this model instead of random bytes.")
     ] = None,
     cycles: Annotated[int | None, typer.Option(min=1, help="Default: 20 on a GPU, 5 on a CPU.")] = None,
+    peer_cycles: Annotated[int, typer.Option(min=1, help="Of each peer, which take seconds each.")] = 4,
     chunk_mib: Annotated[int | None, typer.Option(min=2, help="Bytes mapped and checked at a time.")] = None,
     partial: Annotated[
         bool, typer.Option("--partial", help="Also with room for one and a half members.")
@@ -76,6 +77,7 @@ def swap(
         graphs=graphs,
         model=model,
         cycles=cycles or (20 if cuda else 5),
+        peer_cycles=peer_cycles,
         chunk_bytes=chunk_mib * MIB if chunk_mib else None,
         partial=partial,
         touch=touch and cuda,

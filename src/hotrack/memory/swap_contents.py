@@ -12,6 +12,7 @@ from hotrack.core.tensorspec import TensorSpec
 from hotrack.memory import process
 
 MIB = 1 << 20
+_PIECE_WORDS = 8 << 20  # 64 MiB
 
 
 def synthetic_specs(nbytes: int, tensor_bytes: int) -> list[TensorSpec]:
@@ -30,17 +31,24 @@ class RandomBytes:
     def next(self, nbytes: int) -> Tensor:
         """uint8 [nbytes], ``nbytes`` a multiple of 8, on the generator's device."""
         words = torch.empty(nbytes // 8, dtype=torch.int64, device=self._device)
-        return words.random_(generator=self._generator).view(torch.uint8)
+        return words.random_(-(1 << 63), None, generator=self._generator).view(torch.uint8)
 
 
 def fingerprint(tensor: Tensor) -> int:
     """64 bits of a contiguous tensor, on any device: the sum of its 8-byte words, each times an odd number of
-    its own, modulo 2**64. One changed word always changes it, and so does nearly every exchange of two."""
+    its own, modulo 2**64. One changed word always changes it, and so does nearly every exchange of two. Needs
+    ``2 * _PIECE_WORDS`` words of memory."""
     data = tensor.view(-1).view(torch.uint8)
-    padded = torch.nn.functional.pad(data, (0, -data.numel() % 8)) if data.numel() % 8 else data
-    words = padded.view(torch.int64)
-    odd = torch.arange(1, 2 * words.numel(), 2, dtype=torch.int64, device=words.device)
-    return int((words * odd).sum().item())
+    rest = data.numel() % 8
+    words = (torch.nn.functional.pad(data, (0, 8 - rest)) if rest else data).view(torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for start in range(0, words.numel(), _PIECE_WORDS):
+        piece = words[start : start + _PIECE_WORDS]
+        odd = torch.arange(
+            2 * start + 1, 2 * (start + piece.numel()), 2, dtype=torch.int64, device=words.device
+        )
+        total += odd.mul_(piece).sum()
+    return int(total.item())
 
 
 def mismatches(tensors: Sequence[Tensor], wanted: Sequence[int]) -> list[int]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hotrack.core.errors import ConfigError
+from hotrack.core.progress import Progress
 from hotrack.core.tensorspec import TensorSpec
 from hotrack.memory import swap_compat
 from hotrack.memory.manager import MemoryManager
@@ -23,9 +24,9 @@ from hotrack.memory.swap_contents import (
 )
 from hotrack.memory.swap_graphs import SwapGraphs
 
-Progress = Callable[[int, int], None]
-Load = Callable[[Callable[[str], Tensor], Progress], None]
-"""Writes every weight into the tensor that its name gives."""
+Landing = Callable[[str], Tensor]
+Load = Callable[[Landing, Progress], None]
+"""Writes every weight into the tensor that ``landing(name)`` gives."""
 
 
 class SwapMember:
