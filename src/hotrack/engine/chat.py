@@ -1,14 +1,13 @@
 """Messages to prompt text with the model's own chat template, for the offline API.
 
-Templates come with checkpoints and are hostile until proven otherwise, so they run in jinja's immutable
-sandbox. (The HTTP server renders in a separate process with a time limit.)
+Templates run in a sandbox. (The HTTP server renders in a separate process with a time limit.)
 """
 
 from collections.abc import Mapping, Sequence
 
 from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from hotrack.checkpoint.chat_template import template_environment
 from hotrack.checkpoint.tokenizer import TokenizerAssets
 from hotrack.core.errors import RequestError
 
@@ -22,17 +21,16 @@ def render_chat(assets: TokenizerAssets, messages: Sequence[Mapping[str, str]]) 
     if assets.chat_template is None:
         raise RequestError("this model has no chat template; use generate() with a plain prompt")
 
-    def raise_exception(message: str) -> None:
-        raise RequestError(f"the chat template refuses these messages: {message}")
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.globals["raise_exception"] = raise_exception
     try:
-        return environment.from_string(assets.chat_template).render(
-            messages=[dict(message) for message in messages],
-            add_generation_prompt=True,
-            bos_token=assets.bos_token or "",
-            eos_token=assets.eos_token or "",
+        return (
+            template_environment()
+            .from_string(assets.chat_template)
+            .render(
+                messages=[dict(message) for message in messages],
+                add_generation_prompt=True,
+                bos_token=assets.bos_token or "",
+                eos_token=assets.eos_token or "",
+            )
         )
     except TemplateError as exc:
         raise RequestError(f"the chat template failed: {exc}") from exc

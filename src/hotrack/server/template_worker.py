@@ -6,20 +6,15 @@ parent kills it when a render takes too long, the kernel refuses it memory beyon
 secrets. Started as ``python -m hotrack.server.template_worker``.
 """
 
-import datetime
-import json
 import resource
 import sys
 from collections.abc import Callable
-from typing import Any, BinaryIO, NoReturn
+from typing import BinaryIO
 
 import jinja2
 import msgspec
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from hotrack.checkpoint.chat_template import template_environment
 from hotrack.core.child import leave_signals_to_parent
 from hotrack.server.template_wire import RenderJob, RenderResult, frame, read_frame
 
@@ -27,45 +22,11 @@ MEMORY_LIMIT_BYTES = 1 << 30
 MAX_OUTPUT_CHARS = 32 << 20
 
 
-class _Generation(Extension):
-    """``{% generation %}`` marks what the assistant wrote (used in training); here it is only its body."""
-
-    tags = {"generation"}  # noqa: RUF012 jinja2's protocol
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def environment() -> ImmutableSandboxedEnvironment:
-    """Jinja2 with the conventions of Hugging Face chat templates."""
-    env = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
-    )
-    env.filters["tojson"] = _tojson
-    env.globals["raise_exception"] = _raise_exception
-    env.globals["strftime_now"] = _strftime_now
-    return env
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    # Jinja's own filter escapes HTML characters, which would put \u003c into prompts.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(layout: str) -> str:
-    return datetime.datetime.now().astimezone().strftime(layout)
-
-
 class Renderer:
     """Compiles each template once."""
 
     def __init__(self) -> None:
-        self._env = environment()
+        self._env = template_environment()
         self._compiled: dict[str, jinja2.Template] = {}
 
     def render(self, job: RenderJob) -> RenderResult:
