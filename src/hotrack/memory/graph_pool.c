@@ -426,5 +426,19 @@ EXPORT void hotrack_pool_stats(int index, struct stats *s) {
   pthread_mutex_unlock(&p->mutex);
 }
 
+/* Addresses and sizes of the first `count` blocks torch holds; returns how many it holds. */
+EXPORT int64_t hotrack_pool_blocks(int index, uint64_t *at, uint64_t *nbytes, int64_t count) {
+  struct pool *p = &pools[index];
+  int64_t found = 0;
+  pthread_mutex_lock(&p->mutex);
+  for (struct block *b = p->blocks; b; b = b->next) {
+    if (b->freed) continue;
+    if (found < count) at[found] = b->at, nbytes[found] = b->nbytes;
+    found++;
+  }
+  pthread_mutex_unlock(&p->mutex);
+  return found;
+}
+
 /* The interpreter is going: from here on torch gets and gives back nothing. */
 EXPORT void hotrack_exiting(void) { exiting = 1; }

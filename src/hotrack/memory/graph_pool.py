@@ -104,15 +104,14 @@ class GraphPool:
         driver: DriverTable | None = None,
         synchronize: Callable[[], None] | None = None,
     ) -> None:
+        driver = driver if driver is not None else driver_table()
         self.device = torch.device(device)
         if self.device.index is None:
-            self.device = torch.device("cuda", torch.cuda.current_device() if driver is None else 0)
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self._synchronize = synchronize or (lambda: torch.cuda.synchronize(self.device))
         self._refills: dict[str, Callable[[], None]] = {}
         self._library = _load(_library_path())
-        index = self._library.hotrack_pool_open(
-            driver if driver is not None else driver_table(), self.device.index
-        )
+        index = self._library.hotrack_pool_open(driver, self.device.index)
         if index == -1:
             raise GraphPoolUnavailableError(
                 f"this process has too many graph pools; close some, or {_REMEDY}"
@@ -131,20 +130,24 @@ class GraphPool:
         """
         self._prove()
         with torch.cuda.device(self.device):
-            return torch.cuda.MemPool(self._allocator)
+            return torch.cuda.MemPool(self.allocator)
 
     @cached_property
-    def _allocator(self) -> "torch._C._cuda_CUDAAllocator":
-        functions = (self._library[f"hotrack_{name}_{self._index}"] for name in ("malloc", "free"))
-        malloc, free = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
-        return torch._C._cuda_customAllocator(malloc, free)
+    def allocator(self) -> "torch._C._cuda_CUDAAllocator":
+        """For further ``torch.cuda.MemPool``s that sleep and wake with this one."""
+        return torch._C._cuda_customAllocator(self.function("malloc"), self.function("free"))
+
+    def function(self, name: str) -> int:
+        """Address of this pool's 'malloc' or 'free'."""
+        function = self._library[f"hotrack_{name}_{self._index}"]
+        return ctypes.cast(function, ctypes.c_void_p).value or 0
 
     def _prove(self) -> None:
         before = self._stats().blocks
         reason = "torch did not ask for it"
         try:
             with torch.cuda.device(self.device):
-                pool = torch.cuda.MemPool(self._allocator)
+                pool = torch.cuda.MemPool(self.allocator)
                 with torch.cuda.use_mem_pool(pool):
                     probe = torch.empty(1, dtype=torch.uint8, device=self.device)
         except RuntimeError as error:
@@ -183,6 +186,13 @@ class GraphPool:
             "mapped_bytes": int(stats.mapped_bytes),
             "freed_bytes": int(stats.freed_bytes),
         }
+
+    def blocks(self) -> list[tuple[int, int]]:
+        """(address, bytes) of every block torch holds, awake or asleep."""
+        count = int(self._stats().blocks)
+        addresses, sizes = (ctypes.c_uint64 * count)(), (ctypes.c_uint64 * count)()
+        found = int(self._library.hotrack_pool_blocks(self._index, addresses, sizes, count))
+        return list(zip(addresses, sizes, strict=True))[:found]
 
     def last_error(self, operation: str) -> str | None:
         """What went wrong last in 'malloc', 'free', 'sleep', 'wake' or 'trim' since the pool was made."""
@@ -321,6 +331,8 @@ def _load(path: Path) -> ctypes.CDLL:
     library.hotrack_pool_close.argtypes = (ctypes.c_int,)
     library.hotrack_pool_stats.argtypes = (ctypes.c_int, ctypes.c_void_p)
     library.hotrack_pool_stats.restype = None
+    library.hotrack_pool_blocks.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
+    library.hotrack_pool_blocks.restype = ctypes.c_int64
     library.hotrack_exiting.restype = None
     atexit.register(library.hotrack_exiting)
     return library

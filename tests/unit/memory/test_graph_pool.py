@@ -97,6 +97,8 @@ def test_sleep_gives_everything_back_and_wake_maps_the_same_addresses(
 ) -> None:
     addresses = fill(torch)
     assert pool.nbytes == pool.handles()["mapped_bytes"] == 5 * PAGE
+    sizes = (PAGE, PAGE, 3 * PAGE)
+    assert sorted(pool.blocks()) == sorted(zip(addresses, sizes, strict=True))
     for cycle in range(1, 4):
         assert pool.sleep() == 5 * PAGE
         assert not pool.mapped
