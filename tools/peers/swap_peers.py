@@ -245,7 +245,7 @@ def _preload_nvrtc() -> None:
 
 def _mapped_library(name: str) -> Path:
     """The copy of a library that torch has loaded: a second one would have its own state."""
-    torch.cuda.init()
+    torch.cuda.init()  # type: ignore[no-untyped-call]
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.rpartition(" ")[2]
         if Path(path).name.startswith(name):
