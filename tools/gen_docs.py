@@ -74,11 +74,13 @@ DERIVED = {
 }
 
 ENVIRONMENT = {
+    "CC": "C compiler for kernels that are built on this machine; default `cc`, `gcc` or `clang`.",
     "GLIBC_TUNABLES": "Heap settings of the processes that compute; yours replace hotrack's.",
     "GOMP_SPINCOUNT": "How long the threads of those processes spin at a barrier; yours replaces hotrack's.",
     "HOTRACK_API_KEY": "Default of every `--api-key`.",
     "HOTRACK_CACHE": "Where fetched models are kept; default `$XDG_CACHE_HOME/hotrack`.",
     "HOTRACK_LOG_LEVEL": "`debug`, `info` (default), `warning`, `error`.",
+    "HOTRACK_NATIVE": "`0`: use torch's CPU operators instead of the compiled ones (bf16, AVX-512 BF16).",
     "HOTRACK_STORE_DIR": "Where CPU engines keep the host copy of sleeping weights, as unnamed files; "
     "default `store` in the cache. Not a tmpfs: that would be memory again.",
     "HF_HUB_OFFLINE": "`1`: use what is in the Hugging Face cache and ask nobody.",
