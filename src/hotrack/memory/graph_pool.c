@@ -16,6 +16,7 @@
  * No CUDA headers: the driver's functions come in as a table, so that tests can stand in for the driver.
  */
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -114,7 +115,7 @@ static struct pool {
 };
 enum { POOLS = sizeof pools / sizeof *pools };
 
-static volatile int exiting; /* the driver may be gone before torch frees its last block */
+static atomic_int exiting; /* the driver may be gone before torch frees its last block */
 
 static result failed(struct pool *p, enum operation op, const char *call, result code, address at, size_t nbytes) {
   struct error *e = &p->last[op];

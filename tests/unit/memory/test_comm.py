@@ -1,5 +1,6 @@
 import pytest
 
+from hotrack.config.env import rank_environment
 from hotrack.core.errors import SleepError, TransitionError, WakeError
 from hotrack.memory.comm import CommRegion
 
@@ -104,3 +105,10 @@ def test_an_export_may_end_while_closed() -> None:
     assert peers.done[3:] == ["reopen c", "reopen a"]
     with pytest.raises(AssertionError, match="exported already"):
         peers.comm.export("a", peers.comm.close_exports, peers.comm.close_exports)
+
+
+def test_nccl_registers_no_buffers_in_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_LOCAL_REGISTER", "1")
+    environment = rank_environment()
+    assert environment["NCCL_GRAPH_REGISTER"] == environment["NCCL_LOCAL_REGISTER"] == "0"
+    assert not any(name.startswith("NCCL_NVLS") for name in environment)

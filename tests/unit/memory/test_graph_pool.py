@@ -224,6 +224,29 @@ def test_what_a_failed_malloc_could_not_give_back_goes_with_the_next_trim(
     assert fake.counts()["reservations"] == 0
 
 
+@pytest.mark.parametrize("move", ["trim", "sleep"])
+@pytest.mark.parametrize(
+    ("call", "nth"),
+    [("cuCtxPushCurrent_v2", 1)]
+    + [(call, nth) for call in ("cuMemUnmap", "cuMemRelease", "cuMemAddressFree") for nth in (1, 2)],
+)
+def test_freed_memory_that_the_driver_keeps_can_be_given_back_later(
+    fake: FakeBlocks, pool: GraphPool, torch: Torch, call: str, nth: int, move: str
+) -> None:
+    addresses = fill(torch)
+    for address in addresses[1:]:
+        torch.free(address)
+    BLOCKS[:] = addresses[:1]
+    fake.fail(call, nth)
+    with pytest.raises(SleepError, match=call.removesuffix("_v2")):
+        getattr(pool, move)()
+    assert pool.mapped
+    assert first_bytes(addresses[:1]) == [1]
+    assert pool.contents_epoch == 0
+    pool.trim()
+    assert fake.counts() == {"reservations": 1, "handles": 1, "mappings": 1, "bytes": PAGE, "contexts": 1}
+
+
 @pytest.mark.parametrize("nth", [1, 2, 3])
 @pytest.mark.parametrize("call", ["cuMemUnmap", "cuMemRelease"])
 def test_a_sleep_that_fails_is_undone(
