@@ -47,7 +47,7 @@ def show(console: "Console", members: list[dict[str, Any]], swaps: list[dict[str
             console.print(f"{row['name']}: {row['last_error']}", markup=False)
     if swaps is not None:
         console.print()
-        drop = ("drain", "start", "verify", "token", "sleep", "wake")
+        drop = ("drain", "start", "verify", "first token", "sleep", "wake")
         console.print(fitting(console, SWAP_COLUMNS, swaps, drop=drop))
 
 
@@ -118,7 +118,7 @@ MEMBER_COLUMNS: tuple[Column, ...] = (
     ("pid", True, lambda row: str(row["pid"] or "-")),
 )
 SWAP_COLUMNS: tuple[Column, ...] = (
-    ("swap", True, lambda row: str(row["number"])),
+    ("#", True, lambda row: str(row["number"])),
     ("from", False, lambda row: ", ".join(row["from"]) or "-"),
     ("to", False, lambda row: row["to"] or "-"),
     ("cause", False, lambda row: row["cause"]),
@@ -130,7 +130,7 @@ SWAP_COLUMNS: tuple[Column, ...] = (
             ("start", "start"),
             ("wake", "wake"),
             ("verify", "verify"),
-            ("token", "first_token"),
+            ("first token", "first_token"),
         )
     ),
     ("result", False, lambda row: row["result"]),

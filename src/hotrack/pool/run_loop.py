@@ -354,7 +354,9 @@ class RunLoop:
     def _admit_waiters(self, entry: Entry) -> None:
         if entry.state is not _S.READY or not entry.queue:
             return
-        contended = any(other.queue for other in self._entries.values() if other is not entry)
+        now = self._clock.now()  # who backs off cannot have the device yet
+        others = (other for other in self._entries.values() if other is not entry)
+        contended = any(other.queue and other.retry_at <= now for other in others)
         while entry.queue and entry.has_room:
             if contended and entry.served >= self._policy.max_batch_requests:
                 return

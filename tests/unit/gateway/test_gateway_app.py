@@ -26,9 +26,10 @@ models:
 Test = Callable[[Gateway], Awaitable[None]]
 
 
-def play(test: Test, keys: Keys | None = None) -> None:
+def play(test: Test, keys: Keys | None = None, world: World | None = None) -> None:
+    world = world or World()
+
     async def main() -> None:
-        world = World()
         pool = Pool(member_specs(CONFIG), pool_policy(CONFIG), clock=VirtualClock(), connect=world.connect)
         app = create_app(pool, CONFIG, keys or Keys())
         await pool.start()
@@ -74,6 +75,36 @@ def test_models_are_listed_whatever_their_state() -> None:
     play(test)
 
 
+def test_a_failed_member_is_not_put_to_sleep_and_operators_wakes_are_told_apart() -> None:
+    world = World()
+
+    async def test(app: Gateway) -> None:
+        assert (await call(app, "POST", "/wake_up?model=b"))[0] == 200
+        world.members["a"].die()
+        status, body = await call(app, "POST", "/sleep?model=a")
+        assert (status, body["error"]["code"]) == (503, "member_failed")
+        assert "ended unexpectedly" in body["error"]["message"]
+        swaps = (await call(app, "GET", "/api/pool/swaps"))[1]["swaps"]
+        assert [swap["cause"] for swap in swaps if swap["to"] == "b"][-1] == "operator"
+        numbers = [value for swap in swaps for value in swap.values() if isinstance(value, float)]
+        assert numbers
+        assert numbers == [round(number, 3) for number in numbers]
+
+    play(test, world=world)
+
+
+def test_a_refused_request_gets_an_id_too() -> None:
+    async def test(app: Gateway) -> None:
+        for given, kept in ((b"mine", True), (b"<b>", False)):
+            request = AsgiCall(app, "/v1/completions", b"{}", headers=[(b"x-request-id", given)])
+            await request.run()
+            assert request.status == 401
+            assert (request.headers[b"x-request-id"] == given) == kept
+            assert request.headers[b"x-request-id"]
+
+    play(test, Keys(api=("k",)))
+
+
 def test_sleep_wake_and_unload_move_members() -> None:
     async def test(app: Gateway) -> None:
         async def states() -> dict[str, str]:
@@ -97,6 +128,7 @@ def test_sleep_wake_and_unload_move_members() -> None:
         assert (await call(app, "POST", "/sleep", body=b"x" * 70_000))[0] == 413
         assert (await call(app, "POST", "/sleep?model=zzz"))[0] == 404
         assert (await call(app, "POST", "/api/models/unload/a"))[1]["unloaded"] == ["a"]
+        assert (await call(app, "POST", "/sleep?model=a"))[1] == {"status": "stopped", "level": 1}
         assert (await call(app, "POST", "/api/models/unload"))[1]["unloaded"] == ["a", "b"]
         assert await states() == {"a": "stopped", "b": "stopped"}
         swaps = (await call(app, "GET", "/api/pool/swaps"))[1]["swaps"]

@@ -2,6 +2,7 @@ import pytest
 
 from hotrack.core.errors import ConfigError
 from hotrack.members.canary import CanaryAnswer, mismatch
+from hotrack.members.client import _reason
 from hotrack.members.reconcile import Found, Observation, classify
 from hotrack.members.spec import Deadlines, MemberSpec, check_members
 
@@ -23,6 +24,24 @@ def test_canary(answer: CanaryAnswer, evidence: str) -> None:
     found = mismatch([PARIS], [answer], logprob_tolerance=0.05)
     assert evidence in found
     assert bool(found) == bool(evidence)
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        (b'{"error": {"message": "out of memory", "code": "x"}}', "out of memory"),
+        (b'{"detail": "Not Found"}', "Not Found"),
+        (b'{"error": "no such path"}', "no such path"),
+        (b"plain words\nmore", "plain words"),
+        (b'{"object": "list"}', "18 bytes without a message"),
+        (b'{"broken', "8 bytes without a message"),
+        (b"<html>no</html>", "15 bytes without a message"),
+        (b"", "0 bytes without a message"),
+        (b'{"message": "' + b"a" * 1000 + b'"}', "a" * 300),
+    ],
+)
+def test_an_error_answer_is_quoted_in_words(raw: bytes, reason: str) -> None:
+    assert _reason(raw) == reason
 
 
 @pytest.mark.parametrize(

@@ -209,6 +209,20 @@ def test_failed_wake_refuses_waiters_and_restores_the_holder() -> None:
     assert bench.calls[-1] == ("grant", "3")
 
 
+def test_waiters_of_a_member_in_back_off_do_not_hold_up_the_others() -> None:
+    bench = Bench(PoolPolicy(min_residency_s=0.0, max_batch_requests=2, backoff_s=60.0))
+    bench.request("b", "1")
+    bench.finish(WakeError("out of memory"))
+    bench.finish()  # 'a' is restored
+    bench.request("b", "waits")
+    for number in range(5):
+        held = bench.request("a", f"a{number}")
+        assert bench.calls[-1] == ("grant", f"a{number}")
+        bench.loop.on_served(held)
+    bench.advance(60.0)
+    assert bench.calls[-1] == ("run", "a>b")
+
+
 def test_failed_sleep_leaves_the_target_waiting_until_memory_is_back() -> None:
     bench = Bench()
     bench.request("b", "1")
