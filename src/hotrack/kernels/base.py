@@ -62,6 +62,26 @@ class Ops:
         """Once per step and cache group: everything about addressing and masking that layers share."""
         return AttentionPlan(batch)
 
+    def norm_rotate_and_cache(
+        self,
+        qkv: Tensor,
+        heads: HeadShape,
+        norms: tuple[NormKernel, NormKernel] | None,
+        cos: Tensor,
+        sin: Tensor,
+        kv: LayerKV,
+        plan: AttentionPlan,
+    ) -> None:
+        """qkv [T, (H + 2 * K) * d]: ``norms`` over each head of q and of k, rotates them, caches k and v. q
+        is changed in place; what is left of k in qkv is undefined."""
+        if norms is not None:
+            H, K = heads.num_heads, heads.num_kv_heads
+            by_head = qkv.view(-1, H + 2 * K, heads.head_dim)
+            q, k = by_head[:, :H], by_head[:, H : H + K]
+            q.copy_(norms[0](q))
+            k.copy_(norms[1](k))
+        self.rotate_and_cache(qkv, heads, cos, sin, kv, plan)
+
     def rotate_and_cache(
         self, qkv: Tensor, heads: HeadShape, cos: Tensor, sin: Tensor, kv: LayerKV, plan: AttentionPlan
     ) -> None:

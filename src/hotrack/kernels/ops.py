@@ -1,5 +1,7 @@
 """Chooses the kernels of a device, once."""
 
+import importlib
+import importlib.util
 import logging
 
 import torch
@@ -19,7 +21,7 @@ _log = logging.getLogger(__name__)
 def select_ops(device: torch.device, dtype: torch.dtype = torch.float32) -> Ops:
     """The fastest kernels there are for models of ``dtype`` on ``device``; the reference ones if none are."""
     if device.type == "cuda":
-        return CudaOps()
+        return _cuda_ops()
     if device.type != "cpu":
         return Ops()
     if dtype is torch.bfloat16 and env.native_kernels():
@@ -28,3 +30,12 @@ def select_ops(device: torch.device, dtype: torch.dtype = torch.float32) -> Ops:
         except NativeUnavailableError as error:
             _log.info("torch's own CPU kernels are used: %s", error)
     return CpuOps()
+
+
+def _cuda_ops() -> Ops:
+    """Fused ones where Triton is installed, as it is with torch on Linux."""
+    if importlib.util.find_spec("triton") is None:
+        _log.warning("Triton is not installed: torch's own kernels are used, which is slower")
+        return CudaOps()
+    fused: Ops = importlib.import_module("hotrack.kernels.triton_ops.ops").TritonOps()
+    return fused

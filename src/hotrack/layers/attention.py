@@ -37,10 +37,10 @@ class Attention(Layer):
         H, K, d = self.heads.num_heads, self.heads.num_kv_heads, self.heads.head_dim
         kv, plan = step.kv.layers[self.layer], step.plans[step.kv.group_of[self.layer]]
         qkv = self.qkv_proj(x)  # [T, (H + 2 * K) * d]
-        q, k = qkv.view(-1, H + 2 * K, d)[:, : H + K].split((H, K), 1)
+        norms = None
         if self.q_norm is not None and self.k_norm is not None:
-            q.copy_(self.q_norm(q))
-            k.copy_(self.k_norm(k))
-        self.ops.rotate_and_cache(qkv, self.heads, step.cos, step.sin, kv, plan)
+            norms = self.q_norm.kernel, self.k_norm.kernel
+        self.ops.norm_rotate_and_cache(qkv, self.heads, norms, step.cos, step.sin, kv, plan)
+        q = qkv.view(-1, H + 2 * K, d)[:, :H]
         out = self.ops.paged_attention(q, kv, plan, self.scale)  # [T, H, d]
         return self.o_proj(out.reshape(-1, H * d), residual)

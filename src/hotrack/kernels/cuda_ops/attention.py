@@ -37,13 +37,15 @@ class Span:
 
 
 class CudaAttentionPlan(AttentionPlan):
-    """Addresses of one step."""
+    """Addresses of one step. The first ``num_elsewhere`` sequences get no span: another kernel attends
+    them."""
 
-    def __init__(self, batch: PagedBatch, heads: HeadShape) -> None:
+    def __init__(self, batch: PagedBatch, heads: HeadShape, num_elsewhere: int = 0) -> None:
         super().__init__(batch)
         assert batch.query_start is not None, "the device's kernels need device offsets"
         assert batch.seq_lens_device is not None, "the device's kernels need device lengths"
         self.heads = heads
+        self.num_elsewhere = num_elsewhere
         size, device = batch.block_size, batch.slot_mapping.device
         parts = torch.arange(2 * heads.num_kv_heads, device=device) * size
         block, offset = batch.slot_mapping // size, batch.slot_mapping % size
@@ -55,8 +57,8 @@ class CudaAttentionPlan(AttentionPlan):
         self.spans = list(self._spans())
 
     def _spans(self) -> Iterator[Span]:
-        batch, row = self.batch, 0
-        for first, last in _runs(batch.seq_lens, batch.num_decodes):
+        batch, row = self.batch, sum(self.batch.query_lens[: self.num_elsewhere])
+        for first, last in _runs(batch.seq_lens, self.num_elsewhere, batch.num_decodes):
             query_lens, key_lens = batch.query_lens[first:last], batch.seq_lens[first:last]
             rows = slice(row, row + sum(query_lens))
             assert batch.query_start is not None, "see the constructor"
@@ -83,15 +85,16 @@ class CudaAttentionPlan(AttentionPlan):
         return (vector[:, None] + self._parts).flatten()
 
 
-def _runs(lens: Sequence[int], num_decodes: int) -> Iterator[tuple[int, int]]:
+def _runs(lens: Sequence[int], first: int, num_decodes: int) -> Iterator[tuple[int, int]]:
     """(first, last) of neighbours that together have at most GATHER_TOKENS; decodes stay among themselves."""
-    first, tokens = 0, 0
-    for index, count in enumerate(lens):
-        if index > first and (tokens + count > GATHER_TOKENS or index == num_decodes):
+    tokens = 0
+    for index in range(first, len(lens)):
+        if index > first and (tokens + lens[index] > GATHER_TOKENS or index == num_decodes):
             yield first, index
             first, tokens = index, 0
-        tokens += count
-    yield first, len(lens)
+        tokens += lens[index]
+    if first < len(lens):
+        yield first, len(lens)
 
 
 def write_kv(new: Tensor, vectors: Tensor, plan: CudaAttentionPlan) -> None:
@@ -100,7 +103,7 @@ def write_kv(new: Tensor, vectors: Tensor, plan: CudaAttentionPlan) -> None:
 
 
 def paged_attention(q: Tensor, vectors: Tensor, plan: CudaAttentionPlan, scale: float) -> Tensor:
-    """q [T, num_heads, d], vectors [N, d] -> [T, num_heads, d]"""
+    """q [T, num_heads, d], vectors [N, d] -> [T', num_heads, d], the rows of the plan's spans"""
     attend = flash_varlen if _has_flash(q) else masked_varlen
     outputs = []
     for span in plan.spans:

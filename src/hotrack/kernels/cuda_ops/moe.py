@@ -1,5 +1,7 @@
 """Experts on a GPU: rows sorted by expert, two grouped products, a weighted sum in a fixed order."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -10,16 +12,26 @@ ALIGN = 16  # bytes: what a row of a grouped product must be a multiple of
 COMBINE_TOKENS = 1024  # tokens whose expert outputs are in float32 at a time
 
 
-def moe_experts(x: Tensor, gate_up: Tensor, down: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
-    """As the reference, which also evaluates what the grouped product does not take."""
+def moe_experts(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    slots: Tensor,
+    weights: Tensor,
+    *,
+    activate: Callable[[Tensor], Tensor] = silu_and_mul,
+    combine: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+) -> Tensor:
+    """As the reference, which also evaluates what the grouped product does not take. ``activate`` and
+    ``combine`` replace the elementwise parts."""
     if not can_group(gate_up, down):
         return reference.moe_experts(x, gate_up, down, slots, weights)
     k = slots.shape[1]
     order, ends = sort_by_expert(slots, len(gate_up))
     rows = x.index_select(0, order // k)
-    hidden = silu_and_mul(grouped_linear(rows, gate_up, ends))
+    hidden = activate(grouped_linear(rows, gate_up, ends))
     y = grouped_linear(hidden, down, ends)
-    return combine(y, inverse_of(order), weights)
+    return (combine or weighted_sum)(y, inverse_of(order), weights)
 
 
 def can_group(gate_up: Tensor, down: Tensor) -> bool:
@@ -47,7 +59,7 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return torch._grouped_mm(x, weight.transpose(1, 2), offs=ends)
 
 
-def combine(y: Tensor, place: Tensor, weights: Tensor) -> Tensor:
+def weighted_sum(y: Tensor, place: Tensor, weights: Tensor) -> Tensor:
     """y [T * k, D], weights float32 [T, k]; entry (t, i) of ``weights`` is for row ``place[t * k + i]`` of y
     -> [T, D]. Sums in float32, in the order of the choices: no atomics, so equal input gives equal bits."""
     T, k = weights.shape

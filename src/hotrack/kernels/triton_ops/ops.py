@@ -1,0 +1,77 @@
+"""A GPU's kernels with the fused ones in place."""
+
+import torch
+from torch import Tensor
+
+from hotrack.kernels.base import AttentionPlan
+from hotrack.kernels.cuda_ops import attention
+from hotrack.kernels.cuda_ops import moe as grouped
+from hotrack.kernels.cuda_ops.attention import CudaAttentionPlan
+from hotrack.kernels.cuda_ops.ops import CudaOps
+from hotrack.kernels.paged import HeadShape, LayerKV, PagedBatch
+from hotrack.kernels.reference.linear import LinearKernel
+from hotrack.kernels.reference.norm import NormKernel
+from hotrack.kernels.triton_ops import decode, moe, rotate
+
+
+class FusedGateUp(LinearKernel):
+    """``silu(gate(x)) * up(x)``, the activation in one kernel."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return moe.silu_and_mul(super().__call__(x))
+
+
+class TritonOps(CudaOps):
+    """Falls back to :class:`CudaOps` for shapes a kernel does not take."""
+
+    def plan_attention(self, batch: PagedBatch, heads: HeadShape, dtype: torch.dtype) -> AttentionPlan:
+        if batch.block_stride % (batch.block_size * heads.head_dim):
+            return super().plan_attention(batch, heads, dtype)
+        num_elsewhere = batch.num_decodes if decode.can_decode(heads, batch.block_size) else 0
+        return CudaAttentionPlan(batch, heads, num_elsewhere)
+
+    def norm_rotate_and_cache(
+        self,
+        qkv: Tensor,
+        heads: HeadShape,
+        norms: tuple[NormKernel, NormKernel] | None,
+        cos: Tensor,
+        sin: Tensor,
+        kv: LayerKV,
+        plan: AttentionPlan,
+    ) -> None:
+        whole = cos.shape[-1] == heads.head_dim and rotate.can_rotate(heads)
+        if not whole or kv.rows is None or not isinstance(plan, CudaAttentionPlan):
+            super().norm_rotate_and_cache(qkv, heads, norms, cos, sin, kv, plan)
+            return
+        weights = None if norms is None else (norms[0].weight, norms[1].weight)
+        eps = 0.0 if norms is None else norms[0].eps
+        rotate.rotate_and_cache(qkv, heads, cos, sin, kv.rows, plan.new_vectors, weights, eps)
+
+    def paged_attention(self, q: Tensor, kv: LayerKV, plan: AttentionPlan, scale: float) -> Tensor:
+        if not isinstance(plan, CudaAttentionPlan) or kv.rows is None or not plan.num_elsewhere:
+            return super().paged_attention(q, kv, plan, scale)
+        batch, count = plan.batch, plan.num_elsewhere
+        assert batch.seq_lens_device is not None, "the plan asked for them"
+        decoded = decode.decode_attention(
+            q[:count],
+            kv.rows,
+            batch.block_tables,
+            batch.seq_lens_device,
+            max(batch.seq_lens[:count]),
+            batch.block_stride // plan.heads.head_dim,
+            batch.block_size,
+            plan.heads,
+            scale,
+        )
+        if not plan.spans:
+            return decoded
+        return torch.cat((decoded, attention.paged_attention(q, kv.rows, plan, scale)))
+
+    def gate_up(self, weight: Tensor, bias: Tensor | None = None) -> LinearKernel:
+        return FusedGateUp(weight, bias)
+
+    def moe_experts(self, x: Tensor, gate_up: Tensor, down: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+        return grouped.moe_experts(
+            x, gate_up, down, slots, weights, activate=moe.silu_and_mul, combine=moe.combine
+        )
