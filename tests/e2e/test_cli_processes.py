@@ -90,8 +90,8 @@ def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
     [
         (None, (), "cannot read"),
         ("models: {a: {model_: x}}", (), "did you mean 'model'?"),
-        ("models: {a: {model: x}}", ("--host", "0.0.0.0"), "so an API key (--api-key"),
-        ("models: {a: {model: x}}", ("--host", "0.0.0.0", "--api-key", "k"), "an admin key"),
+        ("models: {a: {model: o/x}}", ("--host", "0.0.0.0"), "so an API key (--api-key"),
+        ("models: {a: {model: o/x}}", ("--host", "0.0.0.0", "--api-key", "k"), "an admin key"),
         ("models: {a: {model: ./nowhere.gguf}}", (), "no file or folder"),
     ],
 )
