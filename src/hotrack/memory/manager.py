@@ -2,29 +2,42 @@
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from hotrack.config import env
-from hotrack.core.errors import ConfigError, RequestError, SleepError, TransitionError
+from hotrack.core.errors import ConfigError, RequestError, SleepError, TransitionError, WakeError
 from hotrack.core.lifecycle import EngineState, SleepLevel
 from hotrack.core.tensorspec import TensorSpec
 from hotrack.memory import process
-from hotrack.memory.backend import BackendError, MmapBackend, PhysicalBackend
+from hotrack.memory.backend import BackendError, PhysicalBackend
+from hotrack.memory.machine import Machine, cpu_machine, cuda_machine
+from hotrack.memory.pinned_store import PinnedStore
 from hotrack.memory.plan import plan_region
 from hotrack.memory.region import Region
 from hotrack.memory.reports import SleepReport, WakeReport
-from hotrack.memory.sleeper import KV_CACHE, WEIGHTS, PackedCopies, Sleeper, WeightRegion
-from hotrack.memory.store import FileStore, HostStore
-from hotrack.memory.transfer import ChunkError, Timings, map_regions
+from hotrack.memory.sleeper import KV_CACHE, WEIGHTS, PackedCopies, Sleeper, Spent, WeightRegion
+from hotrack.memory.store import ChunkStore, FileStore
+from hotrack.memory.transfer import ChunkError
 
 TAGS = (WEIGHTS, KV_CACHE)
 BYTES_TAGS = {KV_CACHE: KV_CACHE, "workspace": KV_CACHE}  # a workspace wakes together with the KV cache
+
+
+@dataclass(frozen=True, slots=True)
+class _Woken:
+    """What a wake is about, known before it starts."""
+
+    tags: tuple[str, ...]
+    restored_bytes: int
+    mapped_bytes: int
+    rss_before_bytes: int
+    device_before_bytes: int | None
 
 
 class MemoryManager:
@@ -45,15 +58,30 @@ class MemoryManager:
         enable_sleep_mode: bool = True,
         num_threads: int = 2,
         backend: PhysicalBackend | None = None,
-        make_store: Callable[[Path, int], HostStore] = FileStore,
+        make_store: Callable[[Path, int], ChunkStore] = FileStore,
+        chunk_bytes: int | None = None,
+        machine: Machine | None = None,
     ) -> None:
         self.device = torch.device(device)
-        if backend is None and self.device.type != "cpu":
-            raise ConfigError(f"--device {self.device.type}: memory regions exist for cpu only")
-        store = partial(make_store, store_dir or env.store_dir()) if enable_sleep_mode else None
+        if machine is None:
+            if self.device.type == "cuda":
+                machine = cuda_machine(self.device, num_threads, chunk_bytes)
+            elif self.device.type == "cpu":
+                machine = cpu_machine(make_store, store_dir or env.store_dir(), num_threads, backend)
+            else:
+                raise ConfigError(f"--device {self.device.type}: memory regions exist for cpu and cuda")
         self.cycle = 0
-        self._backend = backend or MmapBackend()
-        self._sleeper = Sleeper(self._backend, store, num_threads)
+        self._machine = machine
+        self._backend = machine.backend
+        self._sleeper = Sleeper(
+            machine.backend,
+            machine.mover,
+            keeps_copies=enable_sleep_mode,
+            fills_kv=machine.fills_kv,
+            holders=machine.holders,
+        )
+        self._by_name: dict[str, WeightRegion] = {}
+        self._waking: tuple[_Woken, Spent, float] | None = None
         self._busy = threading.Lock()
 
     @property
@@ -86,7 +114,7 @@ class MemoryManager:
 
     @property
     def regions(self) -> list[Region]:
-        return [entry.region for entry in self._sleeper.weights] + self._sleeper.others
+        return self._sleeper.regions
 
     @property
     def sleeping_tags(self) -> tuple[str, ...]:
@@ -123,9 +151,8 @@ class MemoryManager:
             if not part:
                 continue
             entry = WeightRegion(self._new_region(name, WEIGHTS, part), is_mutable)
-            if self._sleeper.make_store is not None:
-                entry.store = self._sleeper.make_store(entry.region.nbytes)
-            self._sleeper.weights.append(entry)
+            self._sleeper.add_weights(entry)
+            self._by_name |= dict.fromkeys(entry.names, entry)
             tensors |= entry.region.tensors()
         return {spec.name: tensors[spec.name] for spec in specs}
 
@@ -146,13 +173,35 @@ class MemoryManager:
         plan = plan_region(specs, page_bytes=backend.page_bytes, chunk_bytes=backend.chunk_bytes)
         try:
             region = Region(name, tag, plan, backend)
-            map_regions([region], Timings())
+            self._sleeper.map_new(region)
         except (BackendError, ChunkError) as error:
             raise ConfigError(f"no room for {plan.nbytes} bytes of {name}: {error}") from error
         return region
 
+    def loading(self, name: str) -> Tensor:
+        """Where the loader is to write a weight: a CPU tensor inside its host copy on a GPU with sleep mode,
+        so that its bytes move once; else the parameter itself. Valid until the next level 2 sleep.
+
+        A weight that nobody asked for here may be written on the device; ``seal`` takes it from there.
+        """
+        entry = self._by_name[name]
+        return self._sleeper.mover.loading(entry.region, entry.store, name)
+
+    def loaded(self, name: str) -> None:
+        """All bytes of ``loading(name)`` are written and will not change: they may go to the device while the
+        next weights are read. Optional; from one thread at a time.
+
+        Raises:
+            SleepError: the device refused.
+        """
+        entry = self._by_name[name]
+        try:
+            self._sleeper.mover.loaded(entry.region, entry.store, name)
+        except ChunkError as error:
+            raise SleepError(f"cannot bring weights to the device: {error}") from error
+
     def seal(self) -> None:
-        """The weights are final: copy them to the host store with a checksum per chunk. Nothing without
+        """The weights are final: device and host store hold them, with a checksum per chunk. Nothing without
         sleep mode.
 
         Raises:
@@ -160,7 +209,7 @@ class MemoryManager:
         """
         try:
             for entry in self._sleeper.weights:
-                self._sleeper.save(entry)
+                self._sleeper.seal(entry)
         except ChunkError as error:
             raise SleepError(f"cannot keep a host copy of the weights: {error}") from error
 
@@ -183,71 +232,65 @@ class MemoryManager:
 
     # -- transitions
 
-    def sleep(self, level: int = SleepLevel.KEEP_WEIGHTS) -> SleepReport:
+    def sleep(self, level: int = SleepLevel.KEEP_WEIGHTS, *, nbytes: int | None = None) -> SleepReport:
         """Give device memory back. Level 0 touches no memory, 1 keeps weights in the host store, 2 drops
         them there, too.
 
-        KV and workspace are lost at levels 1 and 2. Asleep already: nothing happens, except that level 2
-        still drops the host store. Blocking; call it when nothing uses the regions any more.
+        KV and workspace are lost at levels 1 and 2. ``nbytes`` (level 1): only about so much, by the chunk,
+        KV first, then weights from the last layer backwards; a wake then moves no more than that. Asleep
+        already: nothing happens, except that level 2 still drops the host store. Blocking; call it when
+        nothing uses the regions any more. A wake under way is finished first.
 
         Raises:
-            RequestError: no such level.
+            RequestError: no such level, or ``nbytes`` at another one than 1.
             SleepError: everything is as before, but see ``kv_epoch``.
         """
         if level not in tuple(SleepLevel):
             raise RequestError(f"sleep level must be 0, 1 or 2, got {level}", param="level")
+        if nbytes is not None and level != SleepLevel.KEEP_WEIGHTS:
+            raise RequestError(f"only a level 1 sleep can be partial, got level {level}", param="nbytes")
+        if self._waking is not None:
+            self.finish_wake()
         with self._transition() as started:
-            before = process.rss_bytes()
-            awake = [region for region in self.regions if region.nbytes and region.mapped]
+            before, device_before = process.rss_bytes(), self.device_bytes()
+            parts = self._sleeper.choose(nbytes)
             drops_store = level == SleepLevel.DROP_WEIGHTS and self.store_bytes > 0
-            if level == SleepLevel.PAUSE or not (awake or drops_store):
-                return self._sleep_report(started, before, level=level, changed=False)
-            spent = self._sleeper.fall_asleep(level, awake)
-            self.cycle += bool(awake)
-            return self._sleep_report(
-                started,
-                before,
+            if level == SleepLevel.PAUSE or not (parts or drops_store):
+                parts, spent = [], Spent()
+                changed = False
+            else:
+                spent = self._sleeper.fall_asleep(level, parts)
+                self.cycle += bool(parts)
+                changed = True
+            done = time.perf_counter()
+            return SleepReport(
                 level=level,
-                changed=True,
-                freed_bytes=sum(region.nbytes for region in awake),
+                changed=changed,
+                tags=self.sleeping_tags,
+                freed_bytes=sum(part.nbytes for part in parts),
+                bytes_copied=spent.copied_bytes,
+                store_bytes=self.store_bytes,
+                rss_before_bytes=before,
+                rss_after_bytes=process.rss_bytes(),
+                device_before_bytes=device_before,
+                device_after_bytes=self.device_bytes(),
+                cycle=self.cycle,
+                quiesce_ms=spent.quiesce_s * 1e3,
                 copy_ms=spent.copy_s * 1e3,
                 drop_ms=spent.drop_s * 1e3,
                 unmap_ms=spent.unmap_s * 1e3,
+                total_ms=(done - started) * 1e3,
             )
 
-    def _sleep_report(
-        self,
-        started: float,
-        rss_before_bytes: int,
-        *,
-        level: int,
-        changed: bool,
-        freed_bytes: int = 0,
-        copy_ms: float = 0.0,
-        drop_ms: float = 0.0,
-        unmap_ms: float = 0.0,
-    ) -> SleepReport:
-        return SleepReport(
-            level=level,
-            changed=changed,
-            tags=self.sleeping_tags,
-            freed_bytes=freed_bytes,
-            store_bytes=self.store_bytes,
-            rss_before_bytes=rss_before_bytes,
-            rss_after_bytes=process.rss_bytes(),
-            cycle=self.cycle,
-            copy_ms=copy_ms,
-            drop_ms=drop_ms,
-            unmap_ms=unmap_ms,
-            total_ms=(time.perf_counter() - started) * 1e3,
-        )
-
-    def wake(self, tags: Collection[str] | None = None) -> WakeReport:
+    def wake(self, tags: Collection[str] | None = None, *, streamed: bool = False) -> WakeReport:
         """Bring back the regions with one of ``tags`` ('weights', 'kv_cache'), or all. Awake already:
         nothing happens.
 
         Weights come back byte for byte, verified chunk by chunk, and are packed as they land; after level 2
         they are loaded again through ``reload`` and sealed. KV and workspace come back as zeros.
+
+        ``streamed``: on a GPU, return once everything is mapped and on its way. ``wait_for`` must come before
+        whatever reads a weight, and nothing computed may leave the process before ``finish_wake`` returned.
 
         Raises:
             RequestError: no such tag.
@@ -256,26 +299,90 @@ class MemoryManager:
         for tag in tags or ():
             if tag not in TAGS:
                 raise RequestError(f"unknown tag '{tag}'; tags are {', '.join(TAGS)}", param="tags")
+        if self._waking is not None:
+            self.finish_wake()
         with self._transition() as started:
-            before = process.rss_bytes()
-            asleep = [r for r in self.regions if not r.mapped and (tags is None or r.tag in tags)]
-            spent = self._sleeper.wake_up(asleep)
-            return WakeReport(
-                changed=bool(asleep),
-                tags=tuple(tag for tag in TAGS if any(region.tag == tag for region in asleep)),
-                restored_bytes=sum(region.nbytes for region in asleep if region.tag == WEIGHTS),
-                mapped_bytes=sum(region.nbytes for region in asleep),
-                store_bytes=self.store_bytes,
-                rss_before_bytes=before,
-                rss_after_bytes=process.rss_bytes(),
-                cycle=self.cycle,
-                map_ms=spent.map_s * 1e3,
-                copy_ms=spent.copy_s * 1e3,
-                verify_ms=spent.verify_s * 1e3,
-                prepack_ms=spent.pack_s * 1e3,
-                reload_ms=spent.reload_s * 1e3,
-                total_ms=(time.perf_counter() - started) * 1e3,
+            before = process.rss_bytes(), self.device_bytes()
+            asleep = [r.asleep for r in self.regions if not r.mapped and (tags is None or r.tag in tags)]
+            woken = _Woken(
+                tuple(tag for tag in TAGS if any(part.region.tag == tag for part in asleep)),
+                sum(part.nbytes for part in asleep if part.region.tag == WEIGHTS),
+                sum(part.nbytes for part in asleep),
+                *before,
             )
+            spent = self._sleeper.wake_up(asleep, streamed=streamed)
+            if self._sleeper.landing:
+                self._waking = woken, spent, started
+            return self._wake_report(woken, spent, started)
+
+    def wait_for(self, names: Iterable[str]) -> None:
+        """Make torch's current stream wait until these weights, and all KV memory, have arrived from a
+        streamed wake. Does not block, and does nothing when none is under way.
+
+        Raises:
+            WakeError: the device refused; the wake is still to be finished.
+        """
+        if self._waking is not None:
+            try:
+                self._sleeper.mover.wait_for(list(names))
+            except BackendError as error:
+                raise WakeError(f"waiting for weights: {error}") from error
+
+    def finish_wake(self) -> WakeReport:
+        """Wait until a streamed wake has landed and is verified; the report is that of the whole wake.
+        ``changed`` is False when none is under way.
+
+        Raises:
+            WakeError: everything that this wake brought back is asleep again (ChecksumError: because the
+                stored bytes are damaged).
+        """
+        with self._transition() as started:
+            if self._waking is None:
+                return self._wake_report(
+                    _Woken((), 0, 0, process.rss_bytes(), self.device_bytes()), Spent(), started
+                )
+            (woken, spent, began), self._waking = self._waking, None
+            self._sleeper.finish_wake(spent)
+            return self._wake_report(woken, spent, began)
+
+    def _wake_report(self, woken: "_Woken", spent: Spent, started: float) -> WakeReport:
+        done = time.perf_counter()
+        return WakeReport(
+            changed=bool(woken.tags),
+            tags=woken.tags,
+            restored_bytes=woken.restored_bytes,
+            mapped_bytes=woken.mapped_bytes,
+            bytes_copied=spent.copied_bytes,
+            store_bytes=self.store_bytes,
+            rss_before_bytes=woken.rss_before_bytes,
+            rss_after_bytes=process.rss_bytes(),
+            device_before_bytes=woken.device_before_bytes,
+            device_after_bytes=self.device_bytes(),
+            cycle=self.cycle,
+            map_ms=spent.map_s * 1e3,
+            copy_ms=spent.copy_s * 1e3,
+            verify_ms=spent.verify_s * 1e3,
+            prepack_ms=spent.pack_s * 1e3,
+            reload_ms=spent.reload_s * 1e3,
+            total_ms=(done - started) * 1e3,
+        )
+
+    def device_bytes(self) -> int | None:
+        """What the driver says that this process holds on the device; None on a CPU."""
+        return self._machine.device_bytes()
+
+    def handles(self) -> dict[str, int]:
+        """Live objects of the driver, none on a CPU: equal after every cycle, or something leaks."""
+        stores = [entry.store for entry in self._sleeper.weights]
+        pinned = [store for store in stores if isinstance(store, PinnedStore)]
+        return dict(self._machine.handles()) | (
+            {
+                "registrations": sum(store.registrations for store in pinned),
+                "registered_bytes": sum(store.nbytes for store in pinned),
+            }
+            if self._machine.mover.asynchronous
+            else {}
+        )
 
     @contextmanager
     def _transition(self) -> Iterator[float]:

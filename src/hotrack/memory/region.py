@@ -1,6 +1,7 @@
 """A reserved virtual range with a plan and physical chunks behind it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -35,6 +36,7 @@ class Region:
         self._address = backend.reserve(plan.nbytes) if plan.nbytes else 0
         self._by_name = {p.spec.name: p for p in plan.placements}
         self._dropped: dict[str, tuple[int, int]] = {}
+        self._view: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -70,8 +72,48 @@ class Region:
         move(self.chunk_address(index), self.chunks[index][1])
         self.state[index] = new
 
+    def part(self, *states: ChunkState) -> "Part":
+        """The chunks that are in one of ``states``; all of them without any."""
+        return Part(self, tuple(i for i, state in enumerate(self.state) if not states or state in states))
+
+    @property
+    def awake(self) -> "Part":
+        return self.part(ChunkState.MAPPED)
+
+    @property
+    def asleep(self) -> "Part":
+        return self.part(ChunkState.RELEASED, ChunkState.UNMAPPED)
+
     def resident_bytes(self) -> int:
         return self._backend.resident_bytes(self._address, self.nbytes) if self.nbytes else 0
+
+    def resident_in(self, part: "Part") -> int:
+        return sum(self._backend.resident_bytes(address, nbytes) for address, nbytes in part.runs())
+
+    def chunks_of(self, name: str) -> range:
+        """Indices of the chunks that a tensor lies in."""
+        placement, size = self._by_name[name], self.plan.chunk_bytes
+        return range(placement.offset // size, -(-placement.end // size) if placement.spec.nbytes else 0)
+
+    def names_in(self, index: int) -> list[str]:
+        """Tensors of which some bytes are in a chunk."""
+        offset, nbytes = self.chunks[index]
+        return [p.spec.name for p in self.plan.placements if p.offset < offset + nbytes and p.end > offset]
+
+    def placement(self, name: str) -> Placement:
+        return self._by_name[name]
+
+    def tensor(self, name: str) -> Tensor:
+        """The view of one planned tensor."""
+        return self.tensors()[name] if not self.nbytes else tensor_at(self.bytes_view, self._by_name[name])
+
+    @property
+    def bytes_view(self) -> Tensor:
+        """uint8 [nbytes], the same object every time; ``nbytes`` is not 0, and the region is mapped when it is
+        first asked for."""
+        if self._view is None:
+            self._view = self._backend.view(self._address, self.nbytes)
+        return self._view
 
     def tensors(self) -> dict[str, Tensor]:
         """A view per planned tensor, contiguous, in plan order."""
@@ -79,8 +121,7 @@ class Region:
             return {
                 name: torch.empty(p.spec.shape, dtype=_dtype(p.spec)) for name, p in self._by_name.items()
             }
-        whole = self._backend.view(self._address, self.nbytes)
-        return {name: _tensor(whole, p) for name, p in self._by_name.items()}
+        return {name: tensor_at(self.bytes_view, p) for name, p in self._by_name.items()}
 
     def drop(self, names: Iterable[str]) -> int:
         """Give back the whole pages inside the named tensors, which become inaccessible. Returns bytes
@@ -114,6 +155,32 @@ def _dtype(spec: TensorSpec) -> torch.dtype:
     return dtype
 
 
-def _tensor(whole: Tensor, placement: Placement) -> Tensor:
+def tensor_at(whole: Tensor, placement: Placement) -> Tensor:
+    """The planned tensor inside the bytes of a region, or of a copy of it."""
     raw = whole[placement.offset : placement.end]
     return raw.view(_dtype(placement.spec)).view(placement.spec.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some chunks of a region, in ascending order."""
+
+    region: Region
+    indices: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.region.chunks[index][1] for index in self.indices)
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """Address and bytes of each run of neighbours."""
+        start = end = 0
+        for index in self.indices:
+            address = self.region.chunk_address(index)
+            if address != end:
+                if end:
+                    yield start, end - start
+                start = address
+            end = address + self.region.chunks[index][1]
+        if end:
+            yield start, end - start

@@ -10,16 +10,15 @@ from hotrack.core.errors import ChecksumError, SleepError, TransitionError, Wake
 from hotrack.core.heap import trim_heap
 from hotrack.core.lifecycle import EngineState, SleepLevel
 from hotrack.memory.backend import PhysicalBackend
-from hotrack.memory.region import ChunkState, Region
+from hotrack.memory.region import ChunkState, Part, Region
 from hotrack.memory.store import HostStore
 from hotrack.memory.transfer import (
     ChunkError,
+    Mover,
     Timings,
-    map_regions,
-    release_regions,
-    restore_region,
-    save_region,
-    unmap_regions,
+    map_parts,
+    release_parts,
+    unmap_parts,
 )
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
@@ -56,6 +55,7 @@ class WeightRegion:
 class Spent(Timings):
     """Seconds a transition spent by phase; the inherited ones are summed over threads."""
 
+    quiesce_s: float = 0.0
     drop_s: float = 0.0
     unmap_s: float = 0.0
     pack_s: float = 0.0
@@ -64,120 +64,202 @@ class Spent(Timings):
 
 @dataclass(slots=True, eq=False)
 class Sleeper:
-    """Moves regions between awake and asleep. On any failure everything is moved back and a typed error
-    says which region and chunk it was; if moving back fails as well, ``state`` is FAILED for good.
+    """Moves parts of regions between awake and asleep. On any failure everything is moved back and a typed
+    error says which region and chunk it was; if moving back fails as well, ``state`` is FAILED for good.
 
-    ``make_store``: a store for so many bytes, or None without sleep mode. ``kv_epoch``: see
-    ``MemoryManager``.
+    ``keeps_copies``: whether there are host stores (sleep mode). ``fills_kv``: KV regions take their memory at
+    once when they wake, not as they are used. ``holders``: who holds the device's memory, for messages.
+    ``kv_epoch``: see ``MemoryManager``.
     """
 
     backend: PhysicalBackend
-    make_store: Callable[[int], HostStore] | None
-    num_threads: int
+    mover: Mover
+    keeps_copies: bool
+    fills_kv: bool = False
+    holders: Callable[[], str] = lambda: ""
     weights: list[WeightRegion] = field(default_factory=list)
     others: list[Region] = field(default_factory=list)
     packed: PackedCopies | None = None
     reload: Callable[[], None] | None = None
     state: EngineState = EngineState.AWAKE
     kv_epoch: int = 0
+    landing: tuple[Part, ...] = ()
 
-    def save(self, entry: WeightRegion) -> None:
-        """Fill the host store of one region. Raises ChunkError, or ConfigError when there is no room for a
-        store."""
-        if self.make_store is None:
+    @property
+    def regions(self) -> list[Region]:
+        return [entry.region for entry in self.weights] + self.others
+
+    def add_weights(self, entry: WeightRegion) -> None:
+        """Raises ConfigError when there is no room for its store."""
+        self._make_store(entry)
+        self.weights.append(entry)
+
+    def map_new(self, region: Region) -> None:
+        """First memory of a region, zeroed. Raises ChunkError; then it has none."""
+        part = region.part()
+        try:
+            map_parts([part], Timings())
+            self.mover.clear([part])
+            self.mover.finish(Timings())
+        except ChunkError:
+            self.mover.quiesce()
+            unmap_parts([part])
+            release_parts([part])
+            raise
+
+    def seal(self, entry: WeightRegion) -> None:
+        """Everything is loaded: make the host store of one region hold it. Raises ChunkError, or ConfigError
+        when there is no room for a store."""
+        if not self.keeps_copies:
             return
         assert entry.region.mapped, f"{entry.region.name} is asleep"
         assert not entry.region.has_drops, "the bytes of dropped tensors are not there to be saved"
         self._make_store(entry)
         assert entry.store is not None, f"{entry.region.name=}"
         entry.sealed = False
-        save_region(entry.region, entry.store, self.num_threads)
+        self.mover.fill(entry.region, entry.store)
         entry.sealed = True
 
     def _make_store(self, entry: WeightRegion) -> None:
-        if entry.store is None and self.make_store is not None:
-            entry.store = self.make_store(entry.region.nbytes)
+        if entry.store is None and self.keeps_copies:
+            entry.store = self.mover.make_store(entry.region)
 
     def close(self) -> None:
         """Give back every region and store; nothing works afterwards."""
         self.state = EngineState.FAILED
-        self._put_back([entry.region for entry in self.weights] + self.others)
+        self._put_back([region.part() for region in self.regions])
         _close_stores(self.weights)
+        self.mover.close()
 
     # -- sleep
 
-    def fall_asleep(self, level: int, awake: Sequence[Region]) -> Spent:
-        """Level 1 or 2. Raises SleepError; then ``awake`` is awake, and KV was lost only if ``kv_epoch``
+    def choose(self, nbytes: int | None) -> list[Part]:
+        """What is awake; or as few chunks of it as hold ``nbytes``: KV first, then weights from the end, so
+        that what wakes last is what is used last."""
+        parts = [part for part in (region.awake for region in self.regions) if part.indices]
+        if nbytes is None:
+            return parts
+        chosen: list[Part] = []
+        for region in reversed(self.regions):
+            missing = nbytes - sum(part.nbytes for part in chosen)
+            if missing > 0 and (part := self._at_least(region, missing)).indices:
+                chosen.append(part)
+        return chosen[::-1]
+
+    def _at_least(self, region: Region, nbytes: int) -> Part:
+        awake = region.awake
+        if self.packed is not None and region.tag == WEIGHTS:
+            return awake  # its copies are dropped together, and made again from all the bytes
+        indices: list[int] = []
+        for index in reversed(awake.indices):
+            if nbytes <= 0:
+                break
+            indices.append(index)
+            nbytes -= region.chunks[index][1]
+        return Part(region, tuple(reversed(indices)))
+
+    def fall_asleep(self, level: int, parts: Sequence[Part]) -> Spent:
+        """Level 1 or 2. Raises SleepError; then ``parts`` is awake, and KV was lost only if ``kv_epoch``
         has changed."""
         spent = Spent()
-        self._check_can_sleep(level, awake)
+        self._check_can_sleep(level, parts)
         self.state = EngineState.FALLING_ASLEEP
         start = time.perf_counter()
         # Until something is released, making it accessible again restores every byte.
-        with self._or_undo(lambda: map_regions(awake, Timings()), EngineState.AWAKE, SleepError):
-            for entry in self.weights:
-                if entry.mutable and entry.region in awake:
-                    self.save(entry)
+        with self._or_undo(lambda: map_parts(parts, Timings()), EngineState.AWAKE, SleepError):
+            self.mover.quiesce()
+            waited = time.perf_counter()
+            self._save_mutable(parts)
             saved = time.perf_counter()
-            unmap_regions(awake)
+            unmap_parts(parts)
         unmapped = time.perf_counter()
-        with self._or_undo(lambda: self._bring_back(awake, Spent()), EngineState.AWAKE, SleepError):
-            if self.packed is not None:
+        with self._or_undo(lambda: self._bring_back(parts, Spent()), EngineState.AWAKE, SleepError):
+            if self.packed is not None and any(part.region.tag == WEIGHTS for part in parts):
                 self.packed.drop()
             trim_heap()
             dropped = time.perf_counter()
-            self._release(awake)
+            self._release(parts)
         if level == SleepLevel.DROP_WEIGHTS:
             _close_stores(self.weights)
         self.state = EngineState.ASLEEP
-        spent.copy_s, spent.drop_s = saved - start, dropped - unmapped
+        spent.quiesce_s, spent.copy_s, spent.drop_s = waited - start, saved - waited, dropped - unmapped
         spent.unmap_s = unmapped - saved + time.perf_counter() - dropped
         return spent
 
-    def _check_can_sleep(self, level: int, awake: Sequence[Region]) -> None:
+    def _save_mutable(self, parts: Sequence[Part]) -> None:
+        by_region = {part.region: part for part in parts}
+        for entry in self.weights:
+            if entry.mutable and entry.region in by_region and self.keeps_copies:
+                if entry.sealed and entry.store is not None:
+                    self.mover.save(by_region[entry.region], entry.store)
+                else:
+                    self.seal(entry)
+
+    def _check_can_sleep(self, level: int, parts: Sequence[Part]) -> None:
         if level == SleepLevel.DROP_WEIGHTS:
             if self.reload is None:
                 raise SleepError(
                     "sleep level 2 drops the weights, and this engine has no way to load them again"
                 )
             return
-        if self.make_store is None:
+        if not self.keeps_copies:
             raise SleepError(
                 "sleep level 1 keeps a host copy of the weights; start the engine with --enable-sleep-mode"
             )
-        if any(entry.region in awake and not entry.sealed and not entry.mutable for entry in self.weights):
+        regions = [part.region for part in parts]
+        if any(entry.region in regions and not entry.sealed and not entry.mutable for entry in self.weights):
             raise SleepError("sleep level 1 needs the host copy of the weights, which was never sealed")
 
-    def _release(self, regions: Sequence[Region]) -> None:
+    def _release(self, parts: Sequence[Part]) -> None:
         # Weights first: if the device refuses midway they can be restored, and the KV cache is still whole.
-        release_regions([region for region in regions if region.tag == WEIGHTS])
-        others = [region for region in regions if region.tag != WEIGHTS]
+        release_parts([part for part in parts if part.region.tag == WEIGHTS])
+        others = [part for part in parts if part.region.tag != WEIGHTS]
         if others:
             self.kv_epoch += 1
-            release_regions(others)
+            release_parts(others)
 
     # -- wake
 
-    def wake_up(self, asleep: Sequence[Region]) -> Spent:
-        """Raises WakeError or ChecksumError; then ``asleep`` is asleep."""
+    def wake_up(self, parts: Sequence[Part], *, streamed: bool = False) -> Spent:
+        """Raises WakeError or ChecksumError; then ``parts`` is asleep. ``streamed``: with an asynchronous
+        mover return before the bytes have landed; ``finish_wake`` is to be called."""
         spent = Spent()
         self.state = EngineState.WAKING
+        asleep = [part.region for part in parts]
         lost = [entry for entry in self.weights if entry.region in asleep and not entry.sealed]
-        with self._or_undo(lambda: self._put_back(asleep, lost), EngineState.ASLEEP, WakeError):
-            self._check_room(asleep)
+        with self._or_undo(lambda: self._put_back(parts, lost), EngineState.ASLEEP, WakeError):
+            self._check_room(parts)
             if lost:
                 self._load_again(lost, spent)
-            self._bring_back([region for region in asleep if not region.mapped], spent)
-        everything = [entry.region for entry in self.weights] + self.others
-        self.state = EngineState.AWAKE if all(r.mapped for r in everything) else EngineState.ASLEEP
+            self._start_bringing_back([part for part in parts if not part.region.mapped], spent)
+            if streamed and self.mover.asynchronous:
+                self.landing = tuple(parts)
+                return spent
+            self.mover.finish(spent)
+        self._awake()
         return spent
 
-    def _check_room(self, asleep: Sequence[Region]) -> None:
-        # Only weights: they are filled at once, while the KV cache of a CPU fills as it is used.
-        needed = sum(region.nbytes for region in asleep if region.tag == WEIGHTS)
+    def finish_wake(self, spent: Spent) -> None:
+        """The second half of a streamed wake. Raises like ``wake_up``."""
+        parts, self.landing = self.landing, ()
+        with self._or_undo(lambda: self._put_back(parts), EngineState.ASLEEP, WakeError):
+            self.mover.finish(spent)
+        self._awake()
+
+    def _awake(self) -> None:
+        awake = all(region.mapped for region in self.regions)
+        self.state = EngineState.AWAKE if awake else EngineState.ASLEEP
+
+    def _check_room(self, parts: Sequence[Part]) -> None:
+        filled = [part for part in parts if part.region.tag == WEIGHTS or self.fills_kv]
+        needed = sum(part.nbytes for part in filled)
         available = self.backend.available_bytes()
         if needed > available:
-            raise WakeError(f"the weights need {needed} bytes and the device has {available} left")
+            names = " and ".join(dict.fromkeys(f"'{part.region.name}'" for part in filled))
+            raise WakeError(
+                f"the regions {names} need {needed} bytes and the device has {available} left"
+                + _after("; ", self.holders())
+            )
 
     def _load_again(self, lost: Sequence[WeightRegion], spent: Spent) -> None:
         """After level 2. The regions do not count as awake before the loader has returned and the copy is
@@ -188,43 +270,57 @@ class Sleeper:
             )
         for entry in lost:  # a full disk should show before minutes of loading
             self._make_store(entry)
-        map_regions([entry.region for entry in lost], spent)
+        map_parts([entry.region.asleep for entry in lost], spent)
         start = time.perf_counter()
         self.reload()
         spent.reload_s += time.perf_counter() - start
         for entry in lost:
-            self.save(entry)
+            self.seal(entry)
             self._pack(entry.names, spent)
 
-    def _bring_back(self, regions: Sequence[Region], spent: Spent) -> None:
-        """Map ``regions``, weights with their bytes from the store, packing them as they land."""
+    def _bring_back(self, parts: Sequence[Part], spent: Spent) -> None:
+        self._start_bringing_back(parts, spent)
+        self.mover.finish(spent)
+
+    def _start_bringing_back(self, parts: Sequence[Part], spent: Spent) -> None:
+        """Map ``parts``, weights with their bytes from the store, packing them as they land."""
+        by_region = {part.region: part for part in parts}
         for entry in self.weights:
-            if entry.region not in regions:
+            part = by_region.get(entry.region)
+            if part is None:
                 continue
             if entry.sealed and entry.store is not None:
                 entry.region.forget_drops()
-                with closing(restore_region(entry.region, entry.store, self.num_threads, spent)) as landed:
+                with closing(self.mover.restore(part, entry.store, spent)) as landed:
                     for names in landed:
                         self._pack(names, spent)
             elif ChunkState.RELEASED in entry.region.state:
                 raise TransitionError(f"region '{entry.region.name}' was given back and has no host copy")
             else:
-                map_regions([entry.region], spent)
+                map_parts([part], spent)
                 self._pack(entry.names, spent)
-        map_regions([region for region in regions if region.tag != WEIGHTS], spent)
+        others = [part for part in parts if part.region.tag != WEIGHTS]
+        released = [
+            Part(p.region, tuple(i for i in p.indices if p.region.state[i] is ChunkState.RELEASED))
+            for p in others
+        ]
+        map_parts(others, spent)
+        self.mover.clear([part for part in released if part.indices])
 
     def _pack(self, names: Sequence[str], spent: Spent) -> None:
         if self.packed is not None:
             start = time.perf_counter()
+            self.mover.wait_for(names)
             self.packed.pack(names)
             spent.pack_s += time.perf_counter() - start
 
-    def _put_back(self, regions: Sequence[Region], lost: Sequence[WeightRegion] = ()) -> None:
+    def _put_back(self, parts: Sequence[Part], lost: Sequence[WeightRegion] = ()) -> None:
+        self.mover.quiesce()
         _close_stores(lost)  # the loader fills all of them or none, so they stay lost together
-        if self.packed is not None and any(region.tag == WEIGHTS for region in regions):
+        if self.packed is not None and any(part.region.tag == WEIGHTS for part in parts):
             self.packed.drop()
-        unmap_regions(regions)
-        release_regions(regions)
+        unmap_parts(parts)
+        release_parts(parts)
 
     @contextmanager
     def _or_undo(
@@ -239,7 +335,14 @@ class Sleeper:
             if not isinstance(error, Exception):
                 raise
             corrupt = isinstance(error, ChunkError) and error.corrupt
-            raise (ChecksumError if corrupt else kind)(str(error)) from error
+            raise (ChecksumError if corrupt else kind)(self._explain(error)) from error
+
+    def _explain(self, error: Exception) -> str:
+        if not (isinstance(error, ChunkError) and error.out_of_memory):
+            return str(error)
+        return f"{error}; the device has {self.backend.available_bytes()} bytes left" + _after(
+            "; ", self.holders()
+        )
 
     def _undo(self, undo: Callable[[], None], state: EngineState, cause: BaseException) -> None:
         self.state = EngineState.FAILED
@@ -259,3 +362,7 @@ def _close_stores(entries: Sequence[WeightRegion]) -> None:
             entry.store.close()
         entry.store = None
         entry.sealed = False
+
+
+def _after(separator: str, text: str) -> str:
+    return separator + text if text else ""

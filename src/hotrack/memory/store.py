@@ -5,7 +5,7 @@ import ctypes
 import os
 import tempfile
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import xxhash
 
@@ -21,10 +21,18 @@ class StoreCorruptError(StoreError):
 
 
 class HostStore(Protocol):
-    """Chunks are addressed by their byte offset in the region. Methods may run on several threads, one per
-    chunk."""
+    """``nbytes``: what it holds; 0 once closed."""
 
     nbytes: int
+
+    def close(self) -> None:
+        """Give the space back."""
+
+
+@runtime_checkable
+class ChunkStore(HostStore, Protocol):
+    """A store that copies by itself. Chunks are addressed by their byte offset in the region. Methods may run
+    on several threads, one per chunk."""
 
     def save(self, offset: int, address: int, nbytes: int) -> None:
         """Copy device memory into the store and remember its checksum. Raises StoreError."""
@@ -34,9 +42,6 @@ class HostStore(Protocol):
 
     def verify(self, offset: int, address: int, nbytes: int) -> None:
         """Compare device memory with the checksum of the chunk. Raises StoreCorruptError."""
-
-    def close(self) -> None:
-        """Give the space back."""
 
 
 class FileStore:

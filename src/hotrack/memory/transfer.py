@@ -1,4 +1,4 @@
-"""Moving whole regions between device and host store: chunk by chunk, in order, a few chunks ahead of the
+"""Moving regions between device and host store; the way of a CPU: a few threads, a few chunks ahead of the
 consumer."""
 
 import time
@@ -6,11 +6,14 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
+
+from torch import Tensor
 
 from hotrack.memory.backend import BackendError
-from hotrack.memory.region import ChunkState, Region
-from hotrack.memory.store import HostStore, StoreCorruptError, StoreError
+from hotrack.memory.driver import DriverError
+from hotrack.memory.region import ChunkState, Part, Region
+from hotrack.memory.store import ChunkStore, HostStore, StoreCorruptError, StoreError
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -29,69 +32,151 @@ class ChunkError(Exception):
             f"{action} chunk {index + 1} of {len(region.chunks)} of region '{region.name}': {reason}"
         )
         self.corrupt = isinstance(reason, StoreCorruptError)
+        self.out_of_memory = isinstance(reason, DriverError) and reason.out_of_memory
 
 
 @dataclass(slots=True)
 class Timings:
-    """Seconds, summed over threads."""
+    """Seconds, summed over threads; bytes that were copied to the device."""
 
     map_s: float = 0.0
     copy_s: float = 0.0
     verify_s: float = 0.0
+    copied_bytes: int = 0
 
     def add(self, other: "Timings") -> None:
         self.map_s += other.map_s
         self.copy_s += other.copy_s
         self.verify_s += other.verify_s
+        self.copied_bytes += other.copied_bytes
 
 
-def save_region(region: Region, store: HostStore, num_threads: int) -> None:
-    """Copy every chunk into ``store`` and record its checksum. Raises ChunkError; device memory is only
-    read."""
+class Mover(Protocol):
+    """How a part of a region gets from the device to its store and back. Everything raises ChunkError.
 
-    def save(index: int) -> None:
-        offset, nbytes = region.chunks[index]
-        try:
-            store.save(offset, region.chunk_address(index), nbytes)
-        except StoreError as error:
-            raise ChunkError(region, index, "saving", error) from error
+    ``asynchronous``: ``restore`` returns before the bytes have landed.
+    """
 
-    for _ in _in_order(save, range(len(region.chunks)), num_threads):
+    asynchronous: bool
+
+    def make_store(self, region: Region) -> HostStore:
+        """Room for the bytes of a region. Raises ConfigError when the host has none."""
+
+    def loading(self, region: Region, store: HostStore | None, name: str) -> Tensor:
+        """Where to write the bytes of a tensor before ``fill``."""
+
+    def loaded(self, region: Region, store: HostStore | None, name: str) -> None:
+        """The tensor is complete: ``fill`` may start on it."""
+
+    def fill(self, region: Region, store: HostStore) -> None:
+        """All tensors are complete: bring device and store to the same bytes, and keep a checksum per chunk."""
+
+    def save(self, part: Part, store: HostStore) -> None:
+        """Copy mapped chunks into the store, with their checksums; device memory is only read."""
+
+    def restore(self, part: Part, store: HostStore, spent: "Timings") -> Generator[list[str], None, None]:
+        """Map and fill chunks; yields names of tensors as they become usable by whoever waits for them with
+        ``wait_for``. Close it early only to give up: chunks already mapped stay mapped."""
+
+    def clear(self, parts: Sequence[Part]) -> None:
+        """Make mapped chunks zero."""
+
+    def wait_for(self, names: Sequence[str]) -> None:
+        """Whatever the caller computes next waits until these tensors have landed."""
+
+    def finish(self, spent: "Timings") -> None:
+        """Return when everything has landed and is verified."""
+
+    def quiesce(self) -> None:
+        """Return when nothing on the device uses any memory, and forget what was on its way."""
+
+    def close(self) -> None:
+        """Give back what the mover itself holds."""
+
+
+class ThreadedMover:
+    """The processor copies and compares, with ``num_threads`` threads."""
+
+    asynchronous = False
+
+    def __init__(self, make_store: Callable[[int], ChunkStore], num_threads: int) -> None:
+        self._make_store = make_store
+        self._num_threads = num_threads
+
+    def make_store(self, region: Region) -> ChunkStore:
+        return self._make_store(region.nbytes)
+
+    def loading(self, region: Region, store: HostStore | None, name: str) -> Tensor:  # noqa: ARG002
+        return region.tensor(name)
+
+    def loaded(self, region: Region, store: HostStore | None, name: str) -> None:
+        pass
+
+    def fill(self, region: Region, store: HostStore) -> None:
+        self.save(region.part(), store)
+
+    def save(self, part: Part, store: HostStore) -> None:
+        region = part.region
+
+        def save(index: int) -> None:
+            offset, nbytes = region.chunks[index]
+            try:
+                _chunk_store(store).save(offset, region.chunk_address(index), nbytes)
+            except StoreError as error:
+                raise ChunkError(region, index, "saving", error) from error
+
+        for _ in _in_order(save, part.indices, self._num_threads):
+            pass
+
+    def restore(self, part: Part, store: HostStore, spent: Timings) -> Generator[list[str], None, None]:
+        region = part.region
+
+        def restore(index: int) -> tuple[int, Timings]:
+            offset, nbytes = region.chunks[index]
+            address = region.chunk_address(index)
+            start = time.perf_counter()
+            make_accessible(region, index)
+            mapped = time.perf_counter()
+            try:
+                _chunk_store(store).restore(offset, address, nbytes)
+                copied = time.perf_counter()
+                _chunk_store(store).verify(offset, address, nbytes)
+            except StoreError as error:
+                raise ChunkError(region, index, "restoring", error) from error
+            return offset + nbytes, Timings(
+                mapped - start, copied - mapped, time.perf_counter() - copied, nbytes
+            )
+
+        waiting = deque(region.plan.placements)
+        for landed, took in _in_order(restore, part.indices, self._num_threads):
+            spent.add(took)
+            names = []
+            while waiting and waiting[0].end <= landed:
+                names.append(waiting.popleft().spec.name)
+            if names:
+                yield names
+        if waiting:  # tensors of an empty region, or behind the last chunk that was missing
+            yield [placement.spec.name for placement in waiting]
+
+    def clear(self, parts: Sequence[Part]) -> None:
+        """The kernel gives zeroed pages."""
+
+    def wait_for(self, names: Sequence[str]) -> None:
+        pass
+
+    def finish(self, spent: Timings) -> None:
+        pass
+
+    def quiesce(self) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
 
-def restore_region(
-    region: Region, store: HostStore, num_threads: int, timings: Timings
-) -> Generator[list[str], None, None]:
-    """Map, fill and verify every chunk; yields the names of tensors as they become complete, in plan order.
-
-    Close the iterator early only to give up: chunks already mapped stay mapped. Raises ChunkError.
-    """
-
-    def restore(index: int) -> tuple[int, Timings]:
-        offset, nbytes = region.chunks[index]
-        address = region.chunk_address(index)
-        start = time.perf_counter()
-        make_accessible(region, index)
-        mapped = time.perf_counter()
-        try:
-            store.restore(offset, address, nbytes)
-            copied = time.perf_counter()
-            store.verify(offset, address, nbytes)
-        except StoreError as error:
-            raise ChunkError(region, index, "restoring", error) from error
-        return offset + nbytes, Timings(mapped - start, copied - mapped, time.perf_counter() - copied)
-
-    waiting = deque(region.plan.placements)
-    for landed, spent in _in_order(restore, range(len(region.chunks)), num_threads):
-        timings.add(spent)
-        names = []
-        while waiting and waiting[0].end <= landed:
-            names.append(waiting.popleft().spec.name)
-        if names:
-            yield names
-    if waiting:  # tensors of an empty region
-        yield [placement.spec.name for placement in waiting]
+def _chunk_store(store: HostStore) -> ChunkStore:
+    assert isinstance(store, ChunkStore), f"{type(store).__name__} does not copy chunks"
+    return store
 
 
 def make_accessible(region: Region, index: int) -> None:
@@ -105,17 +190,17 @@ def make_accessible(region: Region, index: int) -> None:
         raise ChunkError(region, index, "mapping", error) from error
 
 
-def map_regions(regions: Sequence[Region], timings: Timings) -> None:
+def map_parts(parts: Sequence[Part], timings: Timings) -> None:
     """Raises ChunkError."""
     start = time.perf_counter()
-    for region, index in _chunks(regions):
+    for region, index in _chunks(parts):
         make_accessible(region, index)
     timings.map_s += time.perf_counter() - start
 
 
-def unmap_regions(regions: Sequence[Region]) -> None:
-    """Reversible half of sleep; nothing is lost until ``release_regions``. Raises ChunkError."""
-    for region, index in _chunks(regions):
+def unmap_parts(parts: Sequence[Part]) -> None:
+    """Reversible half of sleep; nothing is lost until ``release_parts``. Raises ChunkError."""
+    for region, index in _chunks(parts):
         if region.state[index] is ChunkState.MAPPED:
             try:
                 region.unmap_chunk(index)
@@ -123,33 +208,36 @@ def unmap_regions(regions: Sequence[Region]) -> None:
                 raise ChunkError(region, index, "unmapping", error) from error
 
 
-def release_regions(regions: Sequence[Region]) -> None:
-    """Give the memory of unmapped regions back, and see that it is really gone. Raises ChunkError."""
-    for region in regions:
-        for index, state in enumerate(region.state):
-            if state is not ChunkState.UNMAPPED:
+def release_parts(parts: Sequence[Part]) -> None:
+    """Give the memory of unmapped chunks back, and see that it is really gone. Raises ChunkError."""
+    for part in parts:
+        region = part.region
+        for index in part.indices:
+            if region.state[index] is not ChunkState.UNMAPPED:
                 continue
             try:
                 region.release_chunk(index)
             except BackendError as error:
                 raise ChunkError(region, index, "releasing", error) from error
-        _check_gone(region)
-        region.forget_drops()
+        _check_gone(part)
+        if not region.awake.indices:
+            region.forget_drops()
 
 
-def _check_gone(region: Region) -> None:
+def _check_gone(part: Part) -> None:
+    first = part.indices[0] if part.indices else 0
     try:
-        left = region.resident_bytes()
+        left = part.region.resident_in(part)
     except BackendError as error:
-        raise ChunkError(region, 0, "measuring", error) from error
+        raise ChunkError(part.region, first, "measuring", error) from error
     if left:
         raise ChunkError(
-            region, 0, "releasing", BackendError(f"{left} bytes of the region are still resident")
+            part.region, first, "releasing", BackendError(f"{left} bytes of the region are still resident")
         )
 
 
-def _chunks(regions: Iterable[Region]) -> Iterator[tuple[Region, int]]:
-    return ((region, index) for region in regions for index in range(len(region.chunks)))
+def _chunks(parts: Iterable[Part]) -> Iterator[tuple[Region, int]]:
+    return ((part.region, index) for part in parts for index in part.indices)
 
 
 def _in_order(work: Callable[[T], R], items: Iterable[T], num_threads: int) -> Iterator[R]:

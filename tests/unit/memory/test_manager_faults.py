@@ -211,5 +211,5 @@ def test_allocation_failures_are_config_errors(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"no room for 4096 bytes of kv_cache: .*injected fault"):
             memory.allocate_bytes("kv_cache", 100)
     assert memory.regions == []
-    with pytest.raises(ConfigError, match="cpu only"):
-        MemoryManager("cuda")
+    with pytest.raises(ConfigError, match="cpu and cuda"):
+        MemoryManager("meta")

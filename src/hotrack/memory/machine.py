@@ -1,0 +1,108 @@
+"""Everything about a device that the memory manager needs, put together once."""
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hotrack.core.errors import ConfigError
+from hotrack.memory.backend import BackendError, MmapBackend, PhysicalBackend
+from hotrack.memory.cuda_backend import CHUNK_BYTES, CudaBackend
+from hotrack.memory.device_process import describe_holders, device_bytes
+from hotrack.memory.driver import CudaDriver
+from hotrack.memory.pinned_store import PinnedStore
+from hotrack.memory.store import ChunkStore
+from hotrack.memory.streamed import StreamedMover
+from hotrack.memory.transfer import Mover, ThreadedMover
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """``device_bytes``: what the driver says that this process holds on the device, None if nobody knows.
+    ``holders``: who holds its memory, for messages. ``fills_kv``: see ``Sleeper``."""
+
+    backend: PhysicalBackend
+    mover: Mover
+    fills_kv: bool = False
+    device_bytes: Callable[[], int | None] = lambda: None
+    holders: Callable[[], str] = lambda: ""
+    handles: Callable[[], Mapping[str, int]] = dict
+
+
+def cpu_machine(
+    make_store: Callable[[Path, int], ChunkStore],
+    store_dir: Path,
+    num_threads: int,
+    backend: PhysicalBackend | None = None,
+) -> Machine:
+    """Memory of this process over ``mmap``; host copies in files of ``store_dir``."""
+    return Machine(backend or MmapBackend(), ThreadedMover(partial(make_store, store_dir), num_threads))
+
+
+def cuda_machine(device: torch.device, num_threads: int, chunk_bytes: int | None = None) -> Machine:
+    """A GPU; host copies in pinned memory.
+
+    Raises:
+        ConfigError: torch has no such GPU, or it cannot be driven.
+    """
+    ordinal = _ordinal(device)
+    torch.cuda.init()
+    target = torch.device("cuda", ordinal)
+    try:
+        driver = CudaDriver(ordinal)
+        backend = CudaBackend(driver, target, chunk_bytes or CHUNK_BYTES)
+        pinned = partial(_pinned_store, driver, backend.chunk_bytes, num_threads)
+        mover = StreamedMover(
+            driver,
+            pinned,
+            triton_checksum(target),
+            lambda: int(torch.cuda.current_stream(target).cuda_stream),
+            backend.view,
+        )
+    except BackendError as error:
+        raise ConfigError(f"{target} cannot be driven: {error}") from error
+    return Machine(
+        backend,
+        mover,
+        fills_kv=True,
+        device_bytes=lambda: device_bytes(None, target),
+        holders=lambda: describe_holders(target),
+        handles=lambda: {"handles": backend.num_handles} | mover.counts(),
+    )
+
+
+def _pinned_store(driver: CudaDriver, chunk_bytes: int, num_threads: int, nbytes: int) -> PinnedStore:
+    return PinnedStore(driver, nbytes, chunk_bytes, num_threads)
+
+
+def _ordinal(device: torch.device) -> int:
+    if not torch.cuda.is_available():
+        raise ConfigError(f"--device {device}: torch finds no CUDA device here; use --device cpu")
+    count = torch.cuda.device_count()
+    ordinal = torch.cuda.current_device() if device.index is None else device.index
+    if ordinal >= count:
+        raise ConfigError(f"--device {device}: this process sees {count} CUDA devices")
+    return ordinal
+
+
+class _TritonChecksum:
+    def __init__(self, device: torch.device) -> None:
+        # Triton is there only with a CUDA build of torch.
+        self._add = importlib.import_module("hotrack.kernels.triton_ops.checksum").add_checksum
+        self._device = device
+        self._streams: dict[int, torch.cuda.ExternalStream] = {}
+
+    def __call__(self, stream: int, data: Tensor, slots: Tensor, slot: int) -> None:
+        if stream not in self._streams:
+            self._streams[stream] = torch.cuda.ExternalStream(stream, device=self._device)
+        with torch.cuda.stream(self._streams[stream]):
+            self._add(data.view(torch.int64), slots[slot : slot + 1])
+
+
+def triton_checksum(device: torch.device) -> _TritonChecksum:
+    """The checksum of ``StreamedMover`` as a Triton kernel."""
+    return _TritonChecksum(device)

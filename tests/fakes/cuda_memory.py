@@ -1,0 +1,47 @@
+"""A memory manager on the fake GPU."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from fakes.cuda_driver import FakeDriver
+from hotrack.memory import MemoryManager
+from hotrack.memory.cuda_backend import CudaBackend
+from hotrack.memory.machine import Machine
+from hotrack.memory.pinned_store import PinnedStore
+from hotrack.memory.streamed import StreamedMover
+
+CHUNK = 128 << 10
+
+
+class FakeCudaBackend(CudaBackend):
+    def view(self, address: int, nbytes: int) -> torch.Tensor:
+        return self.driver.view(address, nbytes)  # type: ignore[attr-defined, no-any-return]
+
+
+def fake_machine(
+    driver: FakeDriver,
+    *,
+    chunk_bytes: int = CHUNK,
+    current_stream: Callable[[], int] = lambda: 0,
+    holders: Callable[[], str] = lambda: "held by trainer (pid 7) 12.0 GiB",
+) -> Machine:
+    backend = FakeCudaBackend(driver, torch.device("cpu"), chunk_bytes)
+
+    def make_store(nbytes: int) -> PinnedStore:
+        return PinnedStore(driver, nbytes, chunk_bytes, 2)
+
+    mover = StreamedMover(driver, make_store, driver.checksum, current_stream, driver.view)
+    return Machine(
+        backend,
+        mover,
+        fills_kv=True,
+        device_bytes=lambda: driver.used,
+        holders=holders,
+        handles=partial(lambda: {"handles": backend.num_handles} | mover.counts()),
+    )
+
+
+def fake_manager(driver: FakeDriver, **options: object) -> MemoryManager:
+    return MemoryManager(machine=fake_machine(driver, **options))  # type: ignore[arg-type]
