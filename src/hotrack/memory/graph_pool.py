@@ -16,6 +16,7 @@ into Python would wait for the interpreter lock, whose owner may be waiting for 
 
 import atexit
 import ctypes
+import logging
 from collections.abc import Callable
 from functools import cache, cached_property
 from pathlib import Path
@@ -24,6 +25,9 @@ import torch
 
 from hotrack.core.errors import GraphPoolUnavailableError, SleepError, TransitionError, WakeError
 from hotrack.kernels.native.compiler import NativeUnavailableError, build_library
+from hotrack.memory.device_process import describe_holders
+
+_log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("graph_pool.c")
 
@@ -46,6 +50,7 @@ DRIVER_CALLS = (
 )
 DriverTable = ctypes.Array[ctypes.c_void_p]
 
+_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 _OPERATIONS = ("malloc", "free", "sleep", "wake", "trim")
 _REMEDY = "start without unmapped graph memory: it then stays on the device and counts as residue"
 
@@ -151,7 +156,7 @@ class GraphPool:
                 with torch.cuda.use_mem_pool(pool):
                     probe = torch.empty(1, dtype=torch.uint8, device=self.device)
         except RuntimeError as error:
-            reason = str(error).splitlines()[0]
+            reason = str(error).splitlines()[0].rstrip(".")
         else:
             served = self._stats().blocks > before
             del probe, pool
@@ -280,7 +285,10 @@ class GraphPool:
 
     def _error(self, operation: str, kind: type[SleepError | WakeError]) -> TransitionError:
         message = f"graph memory on {self.device}: {self.last_error(operation)}"
-        if not self._stats().broken:
+        stats = self._stats()
+        if stats.last[_OPERATIONS.index(operation)].code == _OUT_OF_MEMORY:
+            message = "; ".join(filter(None, (message, describe_holders(self.device))))
+        if not stats.broken:
             return kind(message)
         return TransitionError(
             f"{message}; moving everything back failed as well. The engine must be restarted",
@@ -291,6 +299,20 @@ class GraphPool:
         stats = _Stats()
         self._library.hotrack_pool_stats(self._index, ctypes.byref(stats))
         return stats
+
+
+def open_graph_pool(device: torch.device) -> GraphPool | None:
+    """A pool that torch is known to use, or None and a line in the log that says why not."""
+    pool = None
+    try:
+        pool = GraphPool(device)
+        _ = pool.mempool
+    except GraphPoolUnavailableError as error:
+        _log.warning("the memory of captured graphs stays on the device in every sleep: %s", error)
+        if pool is not None:
+            pool.close()
+        return None
+    return pool
 
 
 @cache

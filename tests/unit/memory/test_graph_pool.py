@@ -4,15 +4,17 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 
 from fakes.cuda_blocks import OUT_OF_MEMORY, PAGE, FakeBlocks
 from hotrack.core.errors import GraphPoolUnavailableError, SleepError, TransitionError, WakeError
 from hotrack.kernels.native import compiler
 from hotrack.memory import graph_pool
-from hotrack.memory.graph_pool import GraphPool
+from hotrack.memory.graph_pool import GraphPool, open_graph_pool
 
 NOTHING = {"reservations": 0, "handles": 0, "mappings": 0, "bytes": 0, "contexts": 0}
 
@@ -64,9 +66,9 @@ def pool(fake: FakeBlocks) -> Iterator[GraphPool]:
     pool = GraphPool("cuda:0", driver=fake.table, synchronize=lambda: None)
     yield pool
     fake.reset()
-    torch = Torch(pool)
+    user = Torch(pool)
     for address in BLOCKS:
-        torch.free(address)
+        user.free(address)
     BLOCKS.clear()
     assert pool.close()
     assert fake.counts() == NOTHING
@@ -76,14 +78,14 @@ BLOCKS: list[int] = []  # what the test leaves to the fixture
 
 
 @pytest.fixture
-def torch(pool: GraphPool) -> Torch:
+def user(pool: GraphPool) -> Torch:
     return Torch(pool)
 
 
-def fill(torch: Torch, sizes: tuple[int, ...] = (1, PAGE, 3 * PAGE - 5)) -> list[int]:
+def fill(user: Torch, sizes: tuple[int, ...] = (1, PAGE, 3 * PAGE - 5)) -> list[int]:
     """Blocks with a different byte in each."""
     for value, nbytes in enumerate(sizes, 1):
-        BLOCKS.append(torch.must_malloc(nbytes))
+        BLOCKS.append(user.must_malloc(nbytes))
         ctypes.memset(BLOCKS[-1], value, nbytes)
     return list(BLOCKS)
 
@@ -93,9 +95,9 @@ def first_bytes(addresses: list[int]) -> list[int]:
 
 
 def test_sleep_gives_everything_back_and_wake_maps_the_same_addresses(
-    fake: FakeBlocks, pool: GraphPool, torch: Torch
+    fake: FakeBlocks, pool: GraphPool, user: Torch
 ) -> None:
-    addresses = fill(torch)
+    addresses = fill(user)
     assert pool.nbytes == pool.handles()["mapped_bytes"] == 5 * PAGE
     sizes = (PAGE, PAGE, 3 * PAGE)
     assert sorted(pool.blocks()) == sorted(zip(addresses, sizes, strict=True))
@@ -115,28 +117,28 @@ def test_sleep_gives_everything_back_and_wake_maps_the_same_addresses(
 
 
 def test_freed_memory_waits_for_a_moment_when_the_device_is_idle(
-    fake: FakeBlocks, pool: GraphPool, torch: Torch
+    fake: FakeBlocks, pool: GraphPool, user: Torch
 ) -> None:
-    first, second, third = fill(torch)
-    torch.free(second)
+    first, second, third = fill(user)
+    user.free(second)
     assert fake.counts()["mappings"] == 3  # a kernel may still be writing there
     assert pool.handles()["freed_bytes"] == PAGE
     assert pool.trim() == PAGE
     assert fake.counts()["reservations"] == 2
-    torch.free(third)
+    user.free(third)
     assert pool.sleep() == 4 * PAGE
     assert fake.counts()["reservations"] == 1
     assert pool.nbytes == PAGE
     BLOCKS[:] = [first]
 
 
-def test_freeing_while_asleep_drops_the_reservation(fake: FakeBlocks, pool: GraphPool, torch: Torch) -> None:
-    first, second, third = fill(torch)
+def test_freeing_while_asleep_drops_the_reservation(fake: FakeBlocks, pool: GraphPool, user: Torch) -> None:
+    first, second, third = fill(user)
     pool.sleep()
-    torch.free(second)
+    user.free(second)
     assert fake.counts()["reservations"] == 2
     fake.fail("cuMemAddressFree")
-    torch.free(third)
+    user.free(third)
     assert (
         pool.last_error("free")
         == f"cuMemAddressFree of {3 * PAGE} bytes at {third:#x}: CUDA_ERROR_INVALID_VALUE"
@@ -157,22 +159,22 @@ def test_freeing_while_asleep_drops_the_reservation(fake: FakeBlocks, pool: Grap
     ],
 )
 def test_malloc_refuses(
-    pool: GraphPool, torch: Torch, nbytes: int, device: int, asleep: bool, why: str
+    pool: GraphPool, user: Torch, nbytes: int, device: int, asleep: bool, why: str
 ) -> None:
     if asleep:
         pool.sleep()
-    assert torch.malloc(nbytes, device) is None
+    assert user.malloc(nbytes, device) is None
     assert why in (pool.last_error("malloc") or "")
     assert pool.handles()["blocks"] == 0
 
 
-def test_free_of_a_foreign_pointer_changes_nothing(pool: GraphPool, torch: Torch) -> None:
-    [address] = fill(torch, (1,))
-    torch.free(address + 512)
+def test_free_of_a_foreign_pointer_changes_nothing(pool: GraphPool, user: Torch) -> None:
+    [address] = fill(user, (1,))
+    user.free(address + 512)
     assert "not a block of this pool" in (pool.last_error("free") or "")
-    torch.free(0)
-    torch.free(address)
-    torch.free(address)  # twice
+    user.free(0)
+    user.free(address)
+    user.free(address)  # twice
     assert pool.trim() == PAGE
     BLOCKS.clear()
 
@@ -181,42 +183,42 @@ def test_free_of_a_foreign_pointer_changes_nothing(pool: GraphPool, torch: Torch
     "call", ["cuCtxPushCurrent_v2", "cuMemAddressReserve", "cuMemCreate", "cuMemMap", "cuMemSetAccess"]
 )
 def test_malloc_leaves_nothing_behind_when_the_driver_refuses(
-    fake: FakeBlocks, pool: GraphPool, torch: Torch, call: str
+    fake: FakeBlocks, pool: GraphPool, user: Torch, call: str
 ) -> None:
-    fill(torch)
+    fill(user)
     start = fake.counts()
     fake.fail(call)
-    assert torch.malloc(PAGE) is None
+    assert user.malloc(PAGE) is None
     assert call.removesuffix("_v2") in (pool.last_error("malloc") or "")
     assert fake.counts() == start
     assert pool.nbytes == 5 * PAGE
 
 
 def test_out_of_memory_is_named_and_says_what_a_trim_would_give(
-    fake: FakeBlocks, pool: GraphPool, torch: Torch
+    fake: FakeBlocks, pool: GraphPool, user: Torch
 ) -> None:
     fake.reset(capacity=2 * PAGE)
-    [address] = fill(torch, (2 * PAGE,))
-    torch.free(address)
-    assert torch.malloc(PAGE) is None
+    [address] = fill(user, (2 * PAGE,))
+    user.free(address)
+    assert user.malloc(PAGE) is None
     error = pool.last_error("malloc") or ""
     assert error == (
         f"{error.partition(':')[0]}: CUDA_ERROR_OUT_OF_MEMORY ({2 * PAGE} bytes were freed and not trimmed)"
     )
     assert "cuMemCreate" in error
     pool.trim()
-    BLOCKS[:] = [torch.must_malloc(PAGE)]
+    BLOCKS[:] = [user.must_malloc(PAGE)]
 
 
 @pytest.mark.parametrize("undone", ["cuMemUnmap", "cuMemRelease", "cuMemAddressFree"])
 def test_what_a_failed_malloc_could_not_give_back_goes_with_the_next_trim(
-    fake: FakeBlocks, pool: GraphPool, torch: Torch, undone: str
+    fake: FakeBlocks, pool: GraphPool, user: Torch, undone: str
 ) -> None:
     fake.fail("cuMemSetAccess")
     fake.fail(undone, 2 if undone == "cuMemUnmap" else 1, for_good=True)
     if undone == "cuMemUnmap":
         fake.fail(undone, 1, for_good=True)
-    assert torch.malloc(PAGE) is None
+    assert user.malloc(PAGE) is None
     assert "cuMemSetAccess" in (pool.last_error("malloc") or "")
     fake.reset()
     assert fake.counts()["reservations"] == 1
@@ -231,11 +233,11 @@ def test_what_a_failed_malloc_could_not_give_back_goes_with_the_next_trim(
     + [(call, nth) for call in ("cuMemUnmap", "cuMemRelease", "cuMemAddressFree") for nth in (1, 2)],
 )
 def test_freed_memory_that_the_driver_keeps_can_be_given_back_later(
-    fake: FakeBlocks, pool: GraphPool, torch: Torch, call: str, nth: int, move: str
+    fake: FakeBlocks, pool: GraphPool, user: Torch, call: str, nth: int, move: str
 ) -> None:
-    addresses = fill(torch)
+    addresses = fill(user)
     for address in addresses[1:]:
-        torch.free(address)
+        user.free(address)
     BLOCKS[:] = addresses[:1]
     fake.fail(call, nth)
     with pytest.raises(SleepError, match=call.removesuffix("_v2")):
@@ -250,9 +252,9 @@ def test_freed_memory_that_the_driver_keeps_can_be_given_back_later(
 @pytest.mark.parametrize("nth", [1, 2, 3])
 @pytest.mark.parametrize("call", ["cuMemUnmap", "cuMemRelease"])
 def test_a_sleep_that_fails_is_undone(
-    fake: FakeBlocks, pool: GraphPool, torch: Torch, call: str, nth: int
+    fake: FakeBlocks, pool: GraphPool, user: Torch, call: str, nth: int
 ) -> None:
-    addresses = fill(torch)
+    addresses = fill(user)
     start = fake.counts()
     fake.fail(call, nth)
     with pytest.raises(SleepError, match=f"{call} of .* CUDA_ERROR_INVALID_VALUE"):
@@ -271,9 +273,9 @@ def test_a_sleep_that_fails_is_undone(
 @pytest.mark.parametrize("nth", [1, 2, 3])
 @pytest.mark.parametrize("call", ["cuMemCreate", "cuMemMap", "cuMemSetAccess"])
 def test_a_wake_that_fails_is_undone(
-    fake: FakeBlocks, pool: GraphPool, torch: Torch, call: str, nth: int
+    fake: FakeBlocks, pool: GraphPool, user: Torch, call: str, nth: int
 ) -> None:
-    addresses = fill(torch)
+    addresses = fill(user)
     pool.sleep()
     start = fake.counts()
     fake.fail(call, nth, OUT_OF_MEMORY)
@@ -286,8 +288,8 @@ def test_a_wake_that_fails_is_undone(
         ctypes.memset(address, 9, PAGE)
 
 
-def test_wake_with_half_the_memory_taken(fake: FakeBlocks, pool: GraphPool, torch: Torch) -> None:
-    fill(torch)
+def test_wake_with_half_the_memory_taken(fake: FakeBlocks, pool: GraphPool, user: Torch) -> None:
+    fill(user)
     pool.sleep()
     fake.reset(capacity=3 * PAGE)
     for _ in range(3):
@@ -309,8 +311,8 @@ def test_wake_with_half_the_memory_taken(fake: FakeBlocks, pool: GraphPool, torc
 )
 def test_a_failure_that_cannot_be_undone_is_final(fake: FakeBlocks, move: str, first: str, undo: str) -> None:
     pool = GraphPool("cuda:0", driver=fake.table, synchronize=lambda: None)
-    torch = Torch(pool)
-    fill(torch, (PAGE, PAGE, PAGE))
+    user = Torch(pool)
+    fill(user, (PAGE, PAGE, PAGE))
     BLOCKS.clear()
     if move == "wake":
         pool.sleep()
@@ -325,7 +327,7 @@ def test_a_failure_that_cannot_be_undone_is_final(fake: FakeBlocks, move: str, f
     if move == "wake":
         with pytest.raises(TransitionError, match="could not be undone"):
             pool.wake()
-    assert torch.malloc(PAGE) is None
+    assert user.malloc(PAGE) is None
     assert not pool.close()
 
 
@@ -338,9 +340,9 @@ def test_a_pool_that_cannot_be_opened_says_why_and_what_to_do(fake: FakeBlocks) 
 
 
 def test_refills_run_in_order_and_a_failing_one_puts_the_pool_back_to_sleep(
-    fake: FakeBlocks, pool: GraphPool, torch: Torch
+    fake: FakeBlocks, pool: GraphPool, user: Torch
 ) -> None:
-    [address] = fill(torch, (PAGE,))
+    [address] = fill(user, (PAGE,))
     order: list[str] = []
 
     def fails() -> None:
@@ -365,7 +367,7 @@ def test_refills_run_in_order_and_a_failing_one_puts_the_pool_back_to_sleep(
 
 
 def test_torch_allocates_and_frees_on_eight_threads_beside_sleep_and_wake(
-    fake: FakeBlocks, pool: GraphPool, torch: Torch
+    fake: FakeBlocks, pool: GraphPool, user: Torch
 ) -> None:
     stop = threading.Event()
     kept: list[list[int]] = [[] for _ in range(8)]
@@ -374,14 +376,14 @@ def test_torch_allocates_and_frees_on_eight_threads_beside_sleep_and_wake(
     def work(index: int) -> None:
         mine = kept[index]
         while not stop.is_set():
-            address = torch.malloc(PAGE)
+            address = user.malloc(PAGE)
             if address is None:
                 refused[index] += 1
             else:
                 served[index] += 1
                 mine.append(address)
             if len(mine) > 4:
-                torch.free(mine.pop(0))
+                user.free(mine.pop(0))
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
     for thread in threads:
@@ -404,9 +406,9 @@ def test_torch_allocates_and_frees_on_eight_threads_beside_sleep_and_wake(
 
 
 def test_pools_do_not_share_blocks_and_a_slot_is_used_again(
-    fake: FakeBlocks, pool: GraphPool, torch: Torch
+    fake: FakeBlocks, pool: GraphPool, user: Torch
 ) -> None:
-    fill(torch)
+    fill(user)
     others = [GraphPool("cuda:1", driver=fake.table, synchronize=lambda: None) for _ in range(3)]
     address = Torch(others[0]).malloc(PAGE, device=1)
     assert address is not None
@@ -443,6 +445,52 @@ def test_without_a_compiler_the_reason_has_a_remedy(
         GraphPool("cuda:0", driver=fake.table)
 
 
+def test_out_of_memory_in_a_wake_names_who_holds_the_memory(
+    monkeypatch: pytest.MonkeyPatch, fake: FakeBlocks, pool: GraphPool, user: Torch
+) -> None:
+    monkeypatch.setattr(graph_pool, "describe_holders", lambda device: f"held by trainer (pid 7) on {device}")
+    fill(user)
+    pool.sleep()
+    fake.fail("cuMemCreate", code=OUT_OF_MEMORY)
+    with pytest.raises(WakeError, match=r"CUDA_ERROR_OUT_OF_MEMORY; held by trainer \(pid 7\) on cuda:0$"):
+        pool.wake()
+    fake.fail("cuMemCreate")
+    with pytest.raises(WakeError, match=r"CUDA_ERROR_INVALID_VALUE$"):
+        pool.wake()
+
+
+def test_a_graph_pool_that_cannot_be_had_is_a_line_in_the_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, fake: FakeBlocks
+) -> None:
+    monkeypatch.setattr(graph_pool, "driver_table", lambda: fake.table)
+    fake.fail("cuDeviceGet")
+    assert open_graph_pool(torch.device("cuda:0")) is None
+    assert "stays on the device in every sleep: graph pool on cuda:0: cuDeviceGet" in caplog.text
+
+
+def test_torch_that_does_not_come_for_memory_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, fake: FakeBlocks
+) -> None:
+    class Elsewhere:
+        def __init__(self, _allocator: object = None) -> None:
+            pass
+
+    def refuses(_allocator: object = None) -> Elsewhere:
+        raise RuntimeError("MemPool doesn't currently support expandable_segments.\nC++ frames")
+
+    pool = GraphPool("cuda:0", driver=fake.table, synchronize=lambda: None)
+    monkeypatch.setitem(vars(pool), "allocator", None)
+    monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda _pool: nullcontext())
+    empty = torch.empty(1)
+    monkeypatch.setattr(torch, "empty", lambda *_args, **_options: empty)
+    for mempool, why in ((Elsewhere, "did not ask for it"), (refuses, r"expandable_segments\. Take exp")):
+        monkeypatch.setattr(torch.cuda, "MemPool", mempool)
+        with pytest.raises(GraphPoolUnavailableError, match=rf"{why}.*PYTORCH_ALLOC_CONF"):
+            _ = pool.mempool
+    assert pool.close()
+
+
 def test_without_a_driver_the_reason_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(_name: str) -> ctypes.CDLL:
         raise OSError("libcuda.so.1: no such file")
@@ -462,17 +510,17 @@ def test_the_interpreter_may_end_with_blocks_alive_and_a_fork_touches_nothing(bl
         fake = FakeBlocks()
         fake.reset()
         pool = GraphPool("cuda:0", driver=fake.table, synchronize=lambda: None)
-        torch = Torch(pool)
-        address = torch.must_malloc(PAGE)
+        user = Torch(pool)
+        address = user.must_malloc(PAGE)
         child = os.fork()
         if child == 0:
-            torch.free(address)
-            os._exit(10 + (torch.malloc(PAGE) is None) + pool.handles()["freed_bytes"])
+            user.free(address)
+            os._exit(10 + (user.malloc(PAGE) is None) + pool.handles()["freed_bytes"])
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 11
         assert pool.sleep() == PAGE
         class Late:
             def __del__(self):
-                torch.free(address)
+                user.free(address)
         sys.late = Late()
     """
     folders = f"{Path(__file__).parents[2]}:{Path(__file__).parent}"
