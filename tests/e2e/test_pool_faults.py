@@ -86,6 +86,30 @@ pool:
         assert "Traceback" not in (tmp_path / "logs" / "bad.log").read_text() + pool.text()
 
 
+def test_a_killed_rank_takes_its_member_out_of_the_pool_at_once(tiny_model: Path, tmp_path: Path) -> None:
+    pool_yaml = f"""
+models:
+  a: {{model: {tiny_model}, {ENGINE.replace("256", "2048")}}}
+pool:
+  policy: {{min_residency: 0s, probe_interval: 60s, backoff: 100ms}}
+"""
+    with served_pool(tmp_path, pool_yaml) as pool:
+        before = ask(pool, "a")
+        body = {"model": "a", "prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        lines = pool.api.stream("/v1/completions", body)
+        assert next(lines).startswith(b"data: ")
+        (rank,) = ranks(pool, "a")
+        rank.kill()
+        last = [line for line in lines if line.startswith(b"data: ")][-1]
+        assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "engine_dead"
+        row = pool.members()["a"]
+        assert row["state"] != "ready"
+        assert "was killed by signal 9" in row["last_error"]
+        assert ask(pool, "a") == before  # waits for the new process
+        row = pool.members()["a"]
+        assert (row["state"], row["last_error"]) == ("ready", "")
+
+
 def test_a_stopped_rank_is_replaced_and_the_other_model_gets_its_turn(
     tiny_model: Path, tmp_path: Path
 ) -> None:
