@@ -8,7 +8,7 @@ These dataclasses say what may be written and with which defaults; ``config.pool
 from dataclasses import dataclass, field
 from typing import Any
 
-from hotrack.config.engine import DEVICES, DTYPES
+from hotrack.config.engine import DEVICES, DTYPES, LOAD_FORMATS
 from hotrack.config.schema import Anything, Block, Duration, Flag, ListOf, MapOf, Number, Size, Text, option
 
 SECONDS = Number(0, whole=False)
@@ -32,6 +32,9 @@ class EngineOptions:
     """Options of hotrack's own engine; the names are those of ``hotrack engine``'s flags."""
 
     dtype: str | None = option(Text(DTYPES), None, doc="Of weights and KV; auto: the checkpoint's.")
+    load_format: str | None = option(
+        Text(LOAD_FORMATS), None, doc="dummy makes random weights for a config.json."
+    )
     device: str | None = option(Text(DEVICES), None, doc="auto: a GPU if there is one, else the CPU.")
     tensor_parallel_size: int | None = option(Number(1), None, doc="Ranks that share the model.")
     max_model_len: int | None = option(Number(1), None, doc="Prompt plus completion, in tokens.")
