@@ -21,7 +21,7 @@ def fill_dummy(
     device: torch.device,
     progress: Progress | None = None,
 ) -> None:
-    """Fill every target, computing on ``device``, one parameter at a time.
+    """Fill every target, computing on ``device``; a parameter that lives elsewhere goes through a copy there.
 
     A tensor's values depend on ``seed``, its published name, its shape, dtype and the kind of device.
     """
@@ -29,18 +29,19 @@ def fill_dummy(
     done = 0
     generator = torch.Generator(device)
     for target in targets.values():
-        values = torch.empty(target.param.shape, dtype=target.param.dtype, device=device)
-        covered = sum(_fill(values, source, spec, seed, generator) for source in target.sources)
-        if covered < values.numel():
-            values = _only_sources(values, target)
-        target.param.copy_(values)
+        param = target.param
+        values = param if param.device == device else torch.empty_like(param, device=device)
+        values.zero_()  # rows of a split vocabulary that nothing fills
+        for source in target.sources:
+            _fill(values, source, spec, seed, generator)
+        if values is not param:
+            param.copy_(values)
         done += target.param.nbytes
         if progress is not None:
             progress(done, total)
 
 
-def _fill(values: Tensor, source: Source, spec: ModelSpec, seed: int, generator: torch.Generator) -> int:
-    """Returns how many elements the source covers."""
+def _fill(values: Tensor, source: Source, spec: ModelSpec, seed: int, generator: torch.Generator) -> None:
     part = values[source.dest] if source.dest else values
     # 32 bits: torch's generator for CPUs ignores the others.
     generator.manual_seed(zlib.crc32(f"{seed}:{source.name}".encode()))
@@ -50,7 +51,6 @@ def _fill(values: Tensor, source: Source, spec: ModelSpec, seed: int, generator:
         part.normal_(0.0, 0.02, generator=generator)
     else:
         part.normal_(0.0, _std(source.name, part, spec), generator=generator)
-    return part.numel()
 
 
 def _std(name: str, part: Tensor, spec: ModelSpec) -> float:
@@ -58,11 +58,3 @@ def _std(name: str, part: Tensor, spec: ModelSpec) -> float:
     if "embed_tokens" in name and not spec.tie_word_embeddings:
         return 1.0
     return 1.0 / math.sqrt(part.shape[-1])
-
-
-def _only_sources(values: Tensor, target: LoadTarget) -> Tensor:
-    """Zeros outside of what the sources cover (padding of a split vocabulary)."""
-    clean = torch.zeros_like(values)
-    for source in target.sources:
-        clean[source.dest] = values[source.dest]
-    return clean

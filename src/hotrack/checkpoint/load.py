@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
+    parameter: str
     tensor: StoredTensor
     dest: Tensor
     select: tuple[slice, ...]
@@ -43,32 +45,39 @@ def load_weights(
     progress: Progress | None = None,
     num_threads: int | None = None,
     is_elsewhere: Callable[[str], bool] | None = None,
+    filled: Callable[[str], None] | None = None,
 ) -> LoadReport:
     """Fill every target's parameter, converting dtypes on the way.
 
     Everything is checked before the first byte is written: a missing or unexpected tensor or a shape or dtype
     that does not fit is a CheckpointError naming the tensor. ``is_elsewhere(name)`` says which unread tensors
-    are fine because another rank holds them. Beyond the parameters each thread needs a few MiB.
+    are fine because another rank holds them. ``filled(parameter)`` is called, on this thread, when all of a
+    parameter is there. Beyond the parameters each thread needs a few MiB.
     """
     begin = time.monotonic()
     copies = _plan(checkpoint, targets)
     _refuse_unexpected(checkpoint, targets, is_elsewhere)
     total = sum(c.stored_bytes for c in copies)
     done, lock = 0, threading.Lock()
+    missing = Counter(copy.parameter for copy in copies)
 
-    def run(copy: _Copy) -> None:
+    def run(copy: _Copy) -> str:
         nonlocal done
         copy.tensor.copy_into(copy.dest, copy.select)
         with lock:
             done += copy.stored_bytes
             if progress is not None:
                 progress(done, total)
+        return copy.parameter
 
     with ThreadPoolExecutor(num_threads or _usable_cores(), "load") as pool:
         futures = [pool.submit(run, c) for c in copies]
         try:
             for future in as_completed(futures):
-                future.result()
+                parameter = future.result()
+                missing[parameter] -= 1
+                if filled is not None and not missing[parameter]:
+                    filled(parameter)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
@@ -111,7 +120,7 @@ def _copy(checkpoint: Checkpoint, parameter: str, param: Tensor, source: Source)
             f"{where} is stored as {tensor.dtype}; expected floating point for {dest.dtype}"
         )
     rows = shape[0] if shape else 1
-    return _Copy(tensor, dest, source.select, rows * tensor.row_bytes)
+    return _Copy(parameter, tensor, dest, source.select, rows * tensor.row_bytes)
 
 
 def _refuse_unexpected(

@@ -3,7 +3,7 @@ memory.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from time import monotonic
@@ -140,7 +140,7 @@ def _build(
     model = build_model(spec, dtype=dtype, device=device, tp=tp, allocate=memory.allocate_weights)
 
     def load() -> None:
-        weights.fill(_load_targets(model, memory), _stage(progress, "weights"))
+        weights.fill(model, memory, _stage(progress, "weights"))
 
     load()
     memory.seal()
@@ -205,40 +205,37 @@ def _build(
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """Where they come from: ``fill`` writes every target."""
+    """Where they come from: ``fill`` writes every parameter, or the host copy that ``seal`` fills it from."""
 
     spec: ModelSpec
-    fill: Callable[[Mapping[str, LoadTarget], Progress | None], object]
+    fill: Callable[[CausalLM, MemoryManager, Progress | None], object]
 
 
 def _checkpoint(resolved: ResolvedModel) -> _Weights:
     checkpoint = open_checkpoint(resolved)
-    return _Weights(
-        checkpoint.spec, lambda targets, progress: load_weights(checkpoint, targets, progress=progress)
-    )
+
+    def fill(model: CausalLM, memory: MemoryManager, progress: Progress | None) -> None:
+        targets = {
+            name: LoadTarget(memory.loading(name), target.sources)
+            for name, target in model.load_plan().items()
+        }
+        load_weights(checkpoint, targets, progress=progress, filled=memory.loaded)
+
+    return _Weights(checkpoint.spec, fill)
 
 
 def _dummy(config: EngineConfig, resolved: ResolvedModel, device: torch.device) -> _Weights:
     spec = load_spec(resolved.path)
+
+    def fill(model: CausalLM, _: MemoryManager, progress: Progress | None) -> None:
+        fill_dummy(model.load_plan(), spec, seed=config.seed, device=device, progress=progress)
+
     log.warning(
         "%s: the weights are random numbers made from seed %d (--load-format dummy)",
         resolved.name,
         config.seed,
     )
-    return _Weights(
-        spec,
-        lambda targets, progress: fill_dummy(
-            targets, spec, seed=config.seed, device=device, progress=progress
-        ),
-    )
-
-
-def _load_targets(model: CausalLM, memory: MemoryManager) -> Mapping[str, LoadTarget]:
-    """What to fill. With sleep mode on a GPU it is the host's copy, from which ``seal`` fills the device."""
-    plan = model.load_plan()
-    if memory.device.type == "cpu":
-        return plan
-    return {name: LoadTarget(memory.loading(name), target.sources) for name, target in plan.items()}
+    return _Weights(spec, fill)
 
 
 def _kv_budget(
