@@ -84,8 +84,9 @@ def check_budget(config: PoolConfig, weight_bytes: Mapping[str, int]) -> tuple[s
             if verdict.spare_bytes < spec.tolerance_bytes:
                 warnings.append(
                     f"{spec.name} may never fit: a process of the engine usually holds about "
-                    f"{format_bytes(PROCESS_BYTES)} besides its weights and KV cache, awake or asleep, and with "
-                    f"{format_bytes(spec.tolerance_bytes)} of tolerance that is too much: {verdict.arithmetic}"
+                    f"{format_bytes(PROCESS_BYTES)} besides its weights and KV cache, awake or asleep, and "
+                    f"with {format_bytes(spec.tolerance_bytes)} of tolerance that is too much: "
+                    f"{verdict.arithmetic}"
                 )
     return tuple(warnings)
 
