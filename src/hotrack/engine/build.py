@@ -59,6 +59,14 @@ class BuiltEngine:
     spec: ModelSpec
     resolved: ResolvedModel
     info: dict[str, Any]
+    memory: MemoryManager
+
+    def close(self) -> None:
+        """End the engine and free the device; for a process that goes on. Nothing works afterwards."""
+        if self.memory.device.type == "cuda":
+            self.core.runner.call(self.memory.close)
+            self.core.runner.call(torch.cuda.empty_cache)
+        self.core.close()
 
 
 class _PackedWeights:
@@ -75,16 +83,6 @@ class _PackedWeights:
         """Packs what has landed, one weight at a time, so that never two copies of the whole model exist."""
         for name in names:
             self._memory.drop_pages(self._model.pack(name))
-
-
-class _CachedBlocks:
-    """On a GPU nothing is packed; what torch's allocator keeps for the next step goes before every sleep."""
-
-    def drop(self) -> None:
-        torch.cuda.empty_cache()
-
-    def pack(self, names: Sequence[str]) -> None:
-        """The weights are read where they landed."""
 
 
 def build_engine(
@@ -144,8 +142,9 @@ def _build(
 
     load()
     memory.seal()
-    memory.packed = _PackedWeights(model, memory) if device.type == "cpu" else _CachedBlocks()
-    memory.packed.pack([spec.name for spec in model.tensor_specs()])
+    if device.type == "cpu":
+        memory.packed = _PackedWeights(model, memory)
+        memory.packed.pack([spec.name for spec in model.tensor_specs()])
     memory.reload = load
     loaded = monotonic()
 
@@ -180,7 +179,12 @@ def _build(
     core = EngineCore(
         Scheduler(manager, limits),
         runner,
-        Transitions(memory, lambda value: min_over_ranks(tp, value)),
+        Transitions(
+            memory,
+            lambda value: min_over_ranks(tp, value),
+            # What torch's allocator keeps for the next step.
+            torch.cuda.empty_cache if device.type == "cuda" else lambda: None,
+        ),
         vocab_size=spec.vocab_size,
         pipeline_depth=config.pipeline_depth,
         hash_every=hash_every,
@@ -200,7 +204,7 @@ def _build(
         "device": str(device),
         "load_s": loaded - start,
     }
-    return BuiltEngine(core, spec, resolved, info)
+    return BuiltEngine(core, spec, resolved, info, memory)
 
 
 @dataclass(frozen=True, slots=True)

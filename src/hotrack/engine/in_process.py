@@ -32,6 +32,7 @@ class InProcessBackend:
     def __init__(self, config: EngineConfig) -> None:
         built = build_engine(config)
         self.info = built.info
+        self._built = built
         self._core = built.core
         self._steps = 0
 
@@ -63,7 +64,7 @@ class InProcessBackend:
         raise AssertionError(f"control {op} was not answered: nothing runs between calls")
 
     def close(self) -> None:
-        self._core.close()
+        self._built.close()
 
     def _next_step(self) -> int:
         self._steps += 1

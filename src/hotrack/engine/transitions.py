@@ -30,11 +30,18 @@ class Memory(Protocol):
 
 
 class Transitions:
-    """``agree`` is the minimum over ranks (identity for one rank)."""
+    """``agree`` is the minimum over ranks (identity for one rank). ``before_sleep`` gives back what lies
+    outside of the memory's regions."""
 
-    def __init__(self, memory: Memory, agree: Agree = lambda value: value) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        agree: Agree = lambda value: value,
+        before_sleep: Callable[[], None] = lambda: None,
+    ) -> None:
         self._memory = memory
         self._agree = agree
+        self._before_sleep = before_sleep
         self._level = SleepLevel.PAUSE
         self._landing = False
 
@@ -49,6 +56,7 @@ class Transitions:
             SleepError: some rank could not; all are awake as before.
         """
         undo = _nothing if self.is_sleeping else self._memory.wake
+        self._before_sleep()
         report = self._on_all_ranks(lambda: self._memory.sleep(level), undo, SleepError)
         self._level = level
         return self._describe(report)

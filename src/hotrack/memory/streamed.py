@@ -100,12 +100,11 @@ class StreamedMover:
         try:
             self._driver.context_synchronize()  # whatever wrote them
             for placement in unasked:  # written on the device: the store has not got them
-                if placement.spec.nbytes:
+                for index in region.chunks_of(placement.spec.name):  # see PinnedStore
+                    offset, nbytes = region.chunks[index]
+                    low, high = max(offset, placement.offset), min(offset + nbytes, placement.end)
                     self._driver.copy_to_host(
-                        pinned.address + placement.offset,
-                        region.chunk_address(0) + placement.offset,
-                        placement.spec.nbytes,
-                        self._copies,
+                        pinned.address + low, region.chunk_address(0) + low, high - low, self._copies
                     )
         except DriverError as error:
             raise ChunkError(region, 0, "saving", error) from error
