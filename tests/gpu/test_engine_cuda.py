@@ -20,6 +20,7 @@ from hotrack.engine.upload import Landed, make_uploader, to_host
 from hotrack.hub.resolve import resolve
 from hotrack.kernels.cuda_ops import attention, moe
 from hotrack.kernels.cuda_ops.ops import CudaOps
+from hotrack.kernels.ops import Ops, select_ops
 from hotrack.kernels.paged import HeadShape, LayerKV, PagedBatch
 from hotrack.kernels.reference import attention as plain_attention
 from hotrack.kernels.reference import moe as plain_moe
@@ -42,6 +43,11 @@ BF16 = torch.bfloat16
 
 def gpu() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def make_ops(kind: str) -> Ops:
+    """'fused': what engines use; 'plain': torch's own kernels, their twins."""
+    return CudaOps() if kind == "plain" else select_ops(gpu(), BF16)
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = BF16, scale: float = 1.0) -> Tensor:
@@ -98,11 +104,12 @@ STEPS = [
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize(("query_lens", "seq_lens"), STEPS)
 @pytest.mark.parametrize("heads", [HeadShape(32, 4, 128), HeadShape(4, 2, 32), HeadShape(9, 3, 64)])
+@pytest.mark.parametrize("kind", ["plain", "fused"])
 def test_paged_attention(
-    heads: HeadShape, query_lens: list[int], seq_lens: list[int], dtype: torch.dtype
+    kind: str, heads: HeadShape, query_lens: list[int], seq_lens: list[int], dtype: torch.dtype
 ) -> None:
     kv, batch = a_step(heads, query_lens, seq_lens, dtype)
-    ops, tokens = CudaOps(), sum(query_lens)
+    ops, tokens = make_ops(kind), sum(query_lens)
     plan = ops.plan_attention(batch, heads, dtype)
     assert isinstance(plan, attention.CudaAttentionPlan)
     new = random(tokens, 2 * heads.num_kv_heads * heads.head_dim, seed=2, dtype=dtype)
@@ -131,17 +138,19 @@ def test_paged_attention_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 3, 64, 1000])
 @pytest.mark.parametrize("shape", [(128, 8, 2048, 768), (8, 2, 128, 64)])
-def test_experts(tokens: int, shape: tuple[int, int, int, int]) -> None:
+@pytest.mark.parametrize("kind", ["plain", "fused"])
+def test_experts(kind: str, tokens: int, shape: tuple[int, int, int, int]) -> None:
+    ops = make_ops(kind)
     experts, k, D, width = shape
     x = random(tokens, D)
     gate_up = random(experts, 2 * width, D, seed=1, scale=D**-0.5)
     down = random(experts, D, width, seed=2, scale=width**-0.5)
     assert moe.can_group(gate_up, down)
-    ids, weights = CudaOps().softmax_topk(random(tokens, experts, seed=3), k, True)
+    ids, weights = ops.softmax_topk(random(tokens, experts, seed=3), k, True)
     expected = plain_moe.moe_experts(x, gate_up, down, ids, weights)
-    found = CudaOps().moe_experts(x, gate_up, down, ids, weights)
+    found = ops.moe_experts(x, gate_up, down, ids, weights)
     assert relative(found, expected) < 1e-2
-    assert torch.equal(found, CudaOps().moe_experts(x, gate_up, down, ids, weights))
+    assert torch.equal(found, ops.moe_experts(x, gate_up, down, ids, weights))
 
 
 def test_experts_in_float32_take_the_loop() -> None:
@@ -152,8 +161,9 @@ def test_experts_in_float32_take_the_loop() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 77])
-def test_elementwise(tokens: int) -> None:
-    ops, x = CudaOps(), random(tokens, 12, 128)
+@pytest.mark.parametrize("kind", ["plain", "fused"])
+def test_elementwise(kind: str, tokens: int) -> None:
+    ops, x = make_ops(kind), random(tokens, 12, 128)
     weight = 1 + random(128, seed=1, scale=0.1)
     assert relative(ops.rms_norm(weight, 1e-6)(x[:, :5]), plain_norm.rms_norm(x[:, :5], weight, 1e-6)) < 1e-2
     frequency = 1e6 ** -(torch.arange(0, 128, 2, device=gpu()) / 128)
@@ -185,6 +195,30 @@ def test_upload_and_landing() -> None:
         assert back.is_pinned()
         assert torch.equal(back, torch.arange(count))
         assert torch.equal(table.cpu()[0], torch.arange(count, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("heads", [HeadShape(32, 4, 128), HeadShape(9, 3, 64)])
+def test_norm_rotate_and_cache(heads: HeadShape, normed: bool, dtype: torch.dtype) -> None:
+    H, K, d = heads.num_heads, heads.num_kv_heads, heads.head_dim
+    query_lens, seq_lens = [1, 1, 60], [120, 3, 61]
+    tokens = sum(query_lens)
+    qkv = random(tokens, (H + 2 * K) * d, seed=3, dtype=dtype)
+    weights = [1 + random(d, seed=s, dtype=dtype, scale=0.2) for s in (4, 5)]
+    norms = tuple(CudaOps().rms_norm(weight, 1e-6) for weight in weights) if normed else None
+    frequency = 1e4 ** -(torch.arange(0, d, 2, device=gpu()) / d)
+    cos, sin = CudaOps().rope_tables(torch.arange(tokens, device=gpu()) * 5, frequency, 1.0, dtype)
+    found = []
+    for kind in ("plain", "fused"):
+        ops, mine = make_ops(kind), qkv.clone()
+        kv, batch = a_step(heads, query_lens, seq_lens, dtype)
+        ops.norm_rotate_and_cache(mine, heads, norms, cos, sin, kv, ops.plan_attention(batch, heads, dtype))
+        found.append((mine[:, : H * d], kv.k.clone(), kv.v.clone()))
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    assert relative(found[1][0], found[0][0]) < tolerance
+    assert relative(found[1][1], found[0][1]) < tolerance
+    assert torch.equal(found[1][2], found[0][2])
 
 
 # ---- models
@@ -392,11 +426,15 @@ def test_sampling_is_reproducible_and_pipelined(checkpoints: dict[str, Path]) ->
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_sleep_and_wake(checkpoints: dict[str, Path], family: str, streamed: bool) -> None:
-    backend = engine(checkpoints[family], device="cuda", enable_prefix_caching=False)
+    backend = engine(
+        checkpoints[family], device="cuda", enable_prefix_caching=False, kv_cache_memory_bytes=1 << 30
+    )
     expected = generate(backend, PROMPTS, 20)
     for level in (1, 1, 2, 1):
+        before = torch.cuda.mem_get_info()[0]
         report = backend.control("sleep", level=level)
         assert report["is_sleeping"]
+        assert torch.cuda.mem_get_info()[0] - before >= report["freed_bytes"] > 0
         assert not backend.control("wake", streamed=streamed)["is_sleeping"]
         assert generate(backend, PROMPTS, 20) == expected
     backend.close()
