@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 import make_config
@@ -32,18 +33,17 @@ STREAMED_BAR = (1.10, 0.40)  # of the floor, of the warm time to the first token
 
 def link_rate(device: torch.device) -> float:
     """Bytes per second from pinned memory; the median copy of several."""
-    host = torch.empty(FLOOR_BYTES, dtype=torch.uint8, pin_memory=True).fill_(1)
-    there = torch.empty(FLOOR_BYTES, dtype=torch.uint8, device=device)
+    on_gpu = device.type == "cuda"
+    host = torch.empty(FLOOR_BYTES, dtype=torch.uint8, pin_memory=on_gpu).fill_(1)
+    there = torch.zeros(FLOOR_BYTES, dtype=torch.uint8, device=device)
     seconds = []
     for _ in range(FLOOR_COPIES):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        there.copy_(host, non_blocking=True)
-        end.record()
-        end.synchronize()
-        seconds.append(start.elapsed_time(end) / 1e3)
+        start = time.perf_counter()
+        there.copy_(host)
+        seconds.append(time.perf_counter() - start)
     del host, there
-    torch.cuda.empty_cache()
+    if on_gpu:
+        torch.cuda.empty_cache()
     return FLOOR_BYTES / statistics.median(seconds)
 
 
@@ -55,6 +55,9 @@ class Bench:
         self.prompt = pack_tokens(prompt)
         self.new_tokens = new_tokens
         self._count = 0
+
+    def device_used(self) -> int:
+        return device_used(torch.device(self.backend.info["device"]))
 
     def tokens(self, count: int) -> list[int]:
         """The first ``count`` greedy tokens."""
@@ -73,7 +76,7 @@ class Bench:
     def cycle(self, *, streamed: bool, expected: list[int]) -> dict[str, Any]:
         """Sleep, then wake and one token; seconds and bytes."""
         sleep, sleep_s = timed(lambda: self.backend.control("sleep", level=1))
-        asleep = device_used()
+        asleep = self.device_used()
         started = time.perf_counter()
         wake = self.backend.control("wake", streamed=streamed)
         woken = time.perf_counter()
@@ -100,21 +103,24 @@ def timed(function: Callable[[], Any]) -> tuple[Any, float]:
     return result, time.perf_counter() - start
 
 
-def device_used() -> int:
-    """Bytes of the device that are not free, whoever has them."""
-    free, total = torch.cuda.mem_get_info()
+def device_used(device: torch.device) -> int:
+    """Bytes of a GPU that are not free, whoever has them; of a CPU, what this process holds."""
+    if device.type == "cpu":
+        return psutil.Process().memory_info().rss
+    free, total = torch.cuda.mem_get_info(device)
     return total - free
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     device = torch.device(options.device)
-    torch.cuda.set_device(device)
-    before = device_used()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    before = device_used(device)
     rate = link_rate(device)
     config = EngineConfig(
         model=str(folder),
         load_format="auto" if options.model else "dummy",
-        device=f"cuda:{torch.cuda.current_device()}",
+        device=options.device,
         max_num_batched_tokens=options.batched_tokens or options.prompt_tokens,
         max_model_len=options.prompt_tokens + options.new_tokens,
         max_num_seqs=options.max_num_seqs,
@@ -136,7 +142,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     weight_bytes = bench.backend.info["weight_bytes"]
     bench.backend.close()
     return {
-        "gpu": torch.cuda.get_device_name(device),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "none",
         "torch": torch.__version__,
         "model": folder.name,
         "synthetic": not options.model,
@@ -194,7 +200,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--shape", choices=make_config.SHAPES, default="qwen3-30b-a3b")
     parser.add_argument("--model", type=Path, help="a checkpoint folder instead of random weights")
-    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--device", default="cuda:0", help="cpu only tries the tool out")
     parser.add_argument("--prompt-tokens", type=int, default=8192)
     parser.add_argument("--batched-tokens", type=int, help="tokens in one step (default: the prompt)")
     parser.add_argument("--new-tokens", type=int, default=32)

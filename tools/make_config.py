@@ -51,6 +51,21 @@ SHAPES: dict[str, dict[str, object]] = {
         "num_hidden_layers": 6,
         "num_key_value_heads": 4,
     },
+    "tiny": _QWEN3_MOE
+    | {
+        "head_dim": 32,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "moe_intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "vocab_size": 2048,
+    },
     "qwen3-8b": _QWEN3
     | {
         "architectures": ["Qwen3ForCausalLM"],
