@@ -4,12 +4,12 @@ import json
 import sys
 from pathlib import Path
 
-import bench_wake_first_token as bench
 import pytest
-from make_config import SHAPES, write_config
 
+import bench_wake_first_token as bench
 from hotrack.modelspec import load_spec
 from hotrack.modelspec.bytes import weight_bytes
+from make_config import SHAPES, write_config
 
 
 def test_table_and_json(
