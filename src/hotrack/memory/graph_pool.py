@@ -238,7 +238,8 @@ class GraphPool:
             WakeError: everything is asleep.
             TransitionError: unmapping it again failed as well; the process must be restarted.
         """
-        if self.mapped:
+        stats = self._stats()
+        if not (stats.asleep or stats.broken):
             return 0
         nbytes = int(self._library.hotrack_pool_wake(self._index))
         if nbytes < 0:

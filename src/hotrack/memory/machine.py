@@ -14,6 +14,7 @@ from hotrack.memory.backend import BackendError, MmapBackend, PhysicalBackend
 from hotrack.memory.cuda_backend import CHUNK_BYTES, CudaBackend
 from hotrack.memory.device_process import describe_holders, device_bytes
 from hotrack.memory.driver import CudaDriver
+from hotrack.memory.graph_pool import GraphPool, open_graph_pool
 from hotrack.memory.pinned_store import PinnedStore
 from hotrack.memory.store import ChunkStore
 from hotrack.memory.streamed import StreamedMover
@@ -31,6 +32,7 @@ class Machine:
     device_bytes: Callable[[], int | None] = lambda: None
     holders: Callable[[], str] = lambda: ""
     handles: Callable[[], Mapping[str, int]] = dict
+    graph_pool: Callable[[], GraphPool | None] = lambda: None
 
 
 def cpu_machine(
@@ -72,6 +74,7 @@ def cuda_machine(device: torch.device, num_threads: int, chunk_bytes: int | None
         device_bytes=lambda: device_bytes(None, target),
         holders=lambda: describe_holders(target),
         handles=lambda: {"handles": backend.num_handles} | mover.counts(),
+        graph_pool=lambda: open_graph_pool(target),
     )
 
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -16,6 +17,8 @@ from hotrack.core.lifecycle import EngineState, SleepLevel
 from hotrack.core.tensorspec import TensorSpec
 from hotrack.memory import process
 from hotrack.memory.backend import BackendError, PhysicalBackend
+from hotrack.memory.comm import CommRegion
+from hotrack.memory.graph_pool import GraphPool
 from hotrack.memory.machine import Machine, cpu_machine, cuda_machine
 from hotrack.memory.pinned_store import PinnedStore
 from hotrack.memory.plan import plan_region
@@ -101,6 +104,18 @@ class MemoryManager:
     @reload.setter
     def reload(self, reload: Callable[[], None] | None) -> None:
         self._sleeper.reload = reload
+
+    @cached_property
+    def graph_pool(self) -> GraphPool | None:
+        """Memory for captured graphs; sleeps and wakes with the last region. None on a CPU, and where it
+        cannot be had (a line in the log says why): graphs then stay on the device."""
+        pool = self._sleeper.graphs = self._machine.graph_pool()
+        return pool
+
+    @property
+    def comm(self) -> CommRegion:
+        """What peers can see: exports of regions, which sleep closes, and memory that stays on the device."""
+        return self._sleeper.comm
 
     @property
     def state(self) -> EngineState:
@@ -267,7 +282,7 @@ class MemoryManager:
                 level=level,
                 changed=changed,
                 tags=self.sleeping_tags,
-                freed_bytes=sum(part.nbytes for part in parts),
+                freed_bytes=sum(part.nbytes for part in parts) + spent.graph_bytes,
                 bytes_copied=spent.copied_bytes,
                 store_bytes=self.store_bytes,
                 rss_before_bytes=before,
@@ -351,7 +366,7 @@ class MemoryManager:
             changed=bool(woken.tags),
             tags=woken.tags,
             restored_bytes=woken.restored_bytes,
-            mapped_bytes=woken.mapped_bytes,
+            mapped_bytes=woken.mapped_bytes + spent.graph_bytes,
             bytes_copied=spent.copied_bytes,
             store_bytes=self.store_bytes,
             rss_before_bytes=woken.rss_before_bytes,
@@ -375,14 +390,13 @@ class MemoryManager:
         """Live objects of the driver, none on a CPU: equal after every cycle, or something leaks."""
         stores = [entry.store for entry in self._sleeper.weights]
         pinned = [store for store in stores if isinstance(store, PinnedStore)]
-        return dict(self._machine.handles()) | (
-            {
-                "registrations": sum(store.registrations for store in pinned),
-                "registered_bytes": sum(store.nbytes for store in pinned),
-            }
-            if self._machine.mover.asynchronous
-            else {}
-        )
+        found = dict(self._machine.handles())
+        if self._machine.mover.asynchronous:
+            found["registrations"] = sum(store.registrations for store in pinned)
+            found["registered_bytes"] = sum(store.nbytes for store in pinned)
+        if (pool := self._sleeper.graphs) is not None:
+            found |= {f"graph_{name}": count for name, count in pool.handles().items()}
+        return found
 
     @contextmanager
     def _transition(self) -> Iterator[float]:
@@ -401,3 +415,5 @@ class MemoryManager:
     def close(self) -> None:
         """Give everything back; tensors become inaccessible. For tests and orderly shutdown."""
         self._sleeper.close()
+        if (pool := vars(self).pop("graph_pool", None)) is not None:
+            pool.close()

@@ -10,6 +10,7 @@ from hotrack.core.errors import ChecksumError, SleepError, TransitionError, Wake
 from hotrack.core.heap import trim_heap
 from hotrack.core.lifecycle import EngineState, SleepLevel
 from hotrack.memory.backend import PhysicalBackend
+from hotrack.memory.comm import CommRegion
 from hotrack.memory.region import ChunkState, Part, Region
 from hotrack.memory.store import HostStore
 from hotrack.memory.transfer import (
@@ -32,6 +33,27 @@ class PackedCopies(Protocol):
 
     def pack(self, names: Sequence[str]) -> None:
         """The raw bytes of ``names`` are valid: copy them. May call ``MemoryManager.drop_pages`` on them."""
+
+
+class GraphMemory(Protocol):
+    """What captured graphs use beside the regions. All or nothing, typed errors, twice is once."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it occupies awake."""
+
+    @property
+    def mapped(self) -> bool:
+        """It is awake."""
+
+    def sleep(self) -> int:
+        """Unmap; returns bytes given back."""
+
+    def wake(self) -> int:
+        """Map at the old addresses with undefined contents; returns bytes mapped."""
+
+    def handles(self) -> dict[str, int]:
+        """Live driver objects."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +82,7 @@ class Spent(Timings):
     unmap_s: float = 0.0
     pack_s: float = 0.0
     reload_s: float = 0.0
+    graph_bytes: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -67,9 +90,11 @@ class Sleeper:
     """Moves parts of regions between awake and asleep. On any failure everything is moved back and a typed
     error says which region and chunk it was; if moving back fails as well, ``state`` is FAILED for good.
 
-    ``keeps_copies``: whether there are host stores (sleep mode). ``fills_kv``: KV regions take their memory at
-    once when they wake, not as they are used. ``holders``: who holds the device's memory, for messages.
-    ``kv_epoch``: see ``MemoryManager``.
+    ``keeps_copies``: whether there are host stores (sleep mode). ``fills_kv``: KV regions take their memory
+    at once when they wake, not as they are used. ``holders``: who holds the device's memory, for messages.
+    ``kv_epoch``: see ``MemoryManager``. ``graphs`` sleep and wake with the last region: a graph needs all of
+    them. ``comm``: what peers see of the regions is closed before any of them is unmapped, and opened again
+    when all are awake.
     """
 
     backend: PhysicalBackend
@@ -84,6 +109,8 @@ class Sleeper:
     state: EngineState = EngineState.AWAKE
     kv_epoch: int = 0
     landing: tuple[Part, ...] = ()
+    graphs: GraphMemory | None = None
+    comm: CommRegion = field(default_factory=CommRegion)
 
     @property
     def regions(self) -> list[Region]:
@@ -127,6 +154,7 @@ class Sleeper:
     def close(self) -> None:
         """Give back every region and store; nothing works afterwards."""
         self.state = EngineState.FAILED
+        self.graphs = None  # closed by its owner
         self._put_back([region.part() for region in self.regions])
         _close_stores(self.weights)
         self.mover.close()
@@ -166,14 +194,17 @@ class Sleeper:
         self.state = EngineState.FALLING_ASLEEP
         start = time.perf_counter()
         # Until something is released, making it accessible again restores every byte.
-        with self._or_undo(lambda: map_parts(parts, Timings()), EngineState.AWAKE, SleepError):
+        with self._or_undo(lambda: self._undo_unmap(parts), EngineState.AWAKE, SleepError):
+            self.comm.close_exports()
             self.mover.quiesce()
             waited = time.perf_counter()
             self._save_mutable(parts)
             saved = time.perf_counter()
             unmap_parts(parts)
-        unmapped = time.perf_counter()
-        with self._or_undo(lambda: self._bring_back(parts, Spent()), EngineState.AWAKE, SleepError):
+        with self._or_undo(lambda: self._undo_release(parts), EngineState.AWAKE, SleepError):
+            if self.graphs is not None and not any(region.awake.indices for region in self.regions):
+                spent.graph_bytes = self.graphs.sleep()
+            unmapped = time.perf_counter()
             if self.packed is not None and any(part.region.tag == WEIGHTS for part in parts):
                 self.packed.drop()
             trim_heap()
@@ -185,6 +216,20 @@ class Sleeper:
         spent.quiesce_s, spent.copy_s, spent.drop_s = waited - start, saved - waited, dropped - unmapped
         spent.unmap_s = unmapped - saved + time.perf_counter() - dropped
         return spent
+
+    def _undo_unmap(self, parts: Sequence[Part]) -> None:
+        map_parts(parts, Timings())
+        self._reopen_exports()
+
+    def _undo_release(self, parts: Sequence[Part]) -> None:
+        if self.graphs is not None:
+            self.graphs.wake()
+        self._bring_back(parts, Spent())
+        self._reopen_exports()
+
+    def _reopen_exports(self) -> None:
+        if all(region.mapped for region in self.regions):
+            self.comm.reopen_exports()
 
     def _save_mutable(self, parts: Sequence[Part]) -> None:
         by_region = {part.region: part for part in parts}
@@ -228,7 +273,10 @@ class Sleeper:
         asleep = [part.region for part in parts]
         lost = [entry for entry in self.weights if entry.region in asleep and not entry.sealed]
         with self._or_undo(lambda: self._put_back(parts, lost), EngineState.ASLEEP, WakeError):
-            self._check_room(parts)
+            wakes_graphs = all(region.mapped or region in asleep for region in self.regions)
+            self._check_room(parts, wakes_graphs)
+            if self.graphs is not None and wakes_graphs:
+                spent.graph_bytes = self.graphs.wake()
             if lost:
                 self._load_again(lost, spent)
             self._start_bringing_back([part for part in parts if not part.region.mapped], spent)
@@ -236,6 +284,7 @@ class Sleeper:
                 self.landing = tuple(parts)
                 return spent
             self.mover.finish(spent)
+            self._reopen_exports()
         self._awake()
         return spent
 
@@ -244,15 +293,18 @@ class Sleeper:
         parts, self.landing = self.landing, ()
         with self._or_undo(lambda: self._put_back(parts), EngineState.ASLEEP, WakeError):
             self.mover.finish(spent)
+            self._reopen_exports()
         self._awake()
 
     def _awake(self) -> None:
         awake = all(region.mapped for region in self.regions)
         self.state = EngineState.AWAKE if awake else EngineState.ASLEEP
 
-    def _check_room(self, parts: Sequence[Part]) -> None:
+    def _check_room(self, parts: Sequence[Part], wakes_graphs: bool) -> None:
         filled = [part for part in parts if part.region.tag == WEIGHTS or self.fills_kv]
         needed = sum(part.nbytes for part in filled)
+        if self.graphs is not None and wakes_graphs and not self.graphs.mapped:
+            needed += self.graphs.nbytes
         available = self.backend.available_bytes()
         if needed > available:
             names = " and ".join(dict.fromkeys(f"'{part.region.name}'" for part in filled))
@@ -316,6 +368,8 @@ class Sleeper:
 
     def _put_back(self, parts: Sequence[Part], lost: Sequence[WeightRegion] = ()) -> None:
         self.mover.quiesce()
+        if self.graphs is not None:
+            self.graphs.sleep()
         _close_stores(lost)  # the loader fills all of them or none, so they stay lost together
         if self.packed is not None and any(part.region.tag == WEIGHTS for part in parts):
             self.packed.drop()
