@@ -111,6 +111,13 @@ def device_used(device: torch.device) -> int:
     return total - free
 
 
+def print_kernels(bench: Bench) -> None:
+    """Where the device's time goes in one warm prompt."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        bench.tokens(1)
+    print(profile.key_averages().table(sort_by="self_device_time_total", row_limit=30))
+
+
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     device = torch.device(options.device)
     if device.type == "cuda":
@@ -133,6 +140,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for _ in range(3):
         bench.tokens(1)
     warm = [timed(lambda: bench.tokens(1))[1] for _ in range(options.repeats)]
+    if options.profile:
+        print_kernels(bench)
     expected, decode_s = timed(lambda: bench.tokens(options.new_tokens))
     cycles = [
         bench.cycle(streamed=streamed, expected=expected)
@@ -208,6 +217,7 @@ def main() -> int:
     parser.add_argument("--kv-gib", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--cycles", type=int, default=5, help="of each kind")
+    parser.add_argument("--profile", action="store_true", help="also print the prompt's GPU kernels")
     parser.add_argument("--out", type=Path, help="JSON file")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:

@@ -423,6 +423,30 @@ def test_sampling_is_reproducible_and_pipelined(checkpoints: dict[str, Path]) ->
     assert found[0] == found[1]
 
 
+def test_no_hidden_waits_in_the_engine(checkpoints: dict[str, Path]) -> None:
+    """Between submitting a step and reading its tokens nothing asks the device for a value."""
+    backend = engine(checkpoints["qwen3_moe"], device="cuda", max_num_batched_tokens=64)
+    sampled = {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": 3}
+    expected = generate(backend, PROMPTS, 8), generate(backend, PROMPTS[1:], 8, **sampled)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = generate(backend, PROMPTS, 8), generate(backend, PROMPTS[1:], 8, **sampled)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [len(tokens) for tokens in found[0]] == [len(tokens) for tokens in expected[0]]
+    backend.close()
+
+
+def test_engines_give_the_gpu_back(checkpoints: dict[str, Path]) -> None:
+    engine(checkpoints["llama"], device="cuda").close()
+    free = torch.cuda.mem_get_info()[0]
+    for _ in range(3):
+        backend = engine(checkpoints["llama"], device="cuda")
+        generate(backend, PROMPTS[:1], 3)
+        backend.close()
+    assert free - torch.cuda.mem_get_info()[0] < 32 << 20
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_sleep_and_wake(checkpoints: dict[str, Path], family: str, streamed: bool) -> None:
