@@ -112,7 +112,7 @@ def device_used(device: torch.device) -> int:
 
 
 def print_kernels(bench: Bench) -> None:
-    """Where the device's time goes in one warm prompt."""
+    """Where a GPU's time goes in one warm prompt."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         bench.tokens(1)
     print(profile.key_averages().table(sort_by="self_device_time_total", row_limit=30))
@@ -140,7 +140,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for _ in range(3):
         bench.tokens(1)
     warm = [timed(lambda: bench.tokens(1))[1] for _ in range(options.repeats)]
-    if options.profile:
+    if options.profile and device.type == "cuda":
         print_kernels(bench)
     expected, decode_s = timed(lambda: bench.tokens(options.new_tokens))
     cycles = [
