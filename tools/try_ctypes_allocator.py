@@ -25,6 +25,7 @@ from hotrack.memory.graph_pool import GraphPool
 MALLOC = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
 FREE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
 KEPT = 20  # graphs alive at a time
+KEEP: list["Callbacks"] = []  # torch calls them until the process has ended
 
 
 class Callbacks:
@@ -36,6 +37,7 @@ class Callbacks:
         self._free = FREE(lambda memory, nbytes, device, stream: free(memory, nbytes, device, stream))
         addresses = (ctypes.cast(f, ctypes.c_void_p).value or 0 for f in (self._malloc, self._free))
         self.allocator = torch._C._cuda_customAllocator(*addresses)
+        KEEP.append(self)
 
 
 class FreeingThread(threading.Thread):

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from hotrack.core.errors import WakeError
+from hotrack.core.tensorspec import TensorSpec
+from hotrack.memory import MemoryManager
 from hotrack.memory.device_process import describe_holders, device_bytes, holders
 from hotrack.memory.graph_pool import GraphPool
 
@@ -313,3 +315,57 @@ def test_nvml_knows_this_process_and_is_cheap(pool: GraphPool) -> None:
         spent.append(time.perf_counter() - start)
     print(f"\ndevice_bytes: {statistics.median(spent) * 1e6:.0f} us, most {max(spent) * 1e6:.0f} us")
     assert statistics.median(spent) < 1e-3
+
+
+def test_graphs_over_the_weights_of_a_memory_manager() -> None:
+    manager = MemoryManager("cuda")
+    width, layers, batch = 2048, 4, 8
+    specs = [TensorSpec(f"layer{i}", (width, width), "bfloat16") for i in range(layers)]
+    weights = manager.allocate_weights(specs)
+    generator = torch.Generator().manual_seed(1)
+    for name in weights:
+        value = torch.randn(width, width, generator=generator) / width**0.5
+        manager.loading(name).copy_(value.to(torch.bfloat16))
+    manager.seal()
+    kv = manager.allocate_bytes("kv_cache", 64 * MIB)
+    pool = manager.graph_pool
+    assert pool is not None
+    x = torch.randn(batch, width, device="cuda", dtype=torch.bfloat16)
+
+    def forward() -> Tensor:
+        h = x
+        for weight in weights.values():
+            h = torch.nn.functional.silu(h @ weight)
+        kv[: h.nbytes].copy_(h.view(torch.uint8).view(-1))
+        return h.float().softmax(-1)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        forward()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool.mempool.id, stream=stream):
+        out = forward()
+    graph.replay()
+    torch.cuda.synchronize()
+    wanted, handles = out.clone(), manager.handles()
+    assert handles["graph_mapped_bytes"] > 0
+    seen = set()
+    for cycle in range(20):
+        report = manager.sleep()
+        assert manager.handles()["graph_mapped_bytes"] == 0
+        assert report.freed_bytes >= width * width * 2 * layers + 64 * MIB + pool.nbytes
+        manager.wake(streamed=cycle % 2 == 1)
+        poison(pool)
+        manager.wait_for(weights)
+        graph.replay()
+        manager.finish_wake()
+        torch.cuda.synchronize()
+        assert same_bits(out, wanted)
+        assert manager.handles() == handles
+        if cycle > 1:  # the first ones make torch cache what the comparison needs
+            seen.add((report.device_before_bytes, report.device_after_bytes))
+    assert len(seen) == 1, seen
+    print(f"\ndevice bytes awake, asleep: {seen}")
+    del graph, out, forward
+    manager.close()

@@ -50,6 +50,9 @@ DRIVER_CALLS = (
 )
 DriverTable = ctypes.Array[ctypes.c_void_p]
 
+# For the life of the process: graphs that outlive their pool give their blocks back through these.
+_allocators: list["torch._C._cuda_CUDAAllocator"] = []
+
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 _OPERATIONS = ("malloc", "free", "sleep", "wake", "trim")
 _REMEDY = "start without unmapped graph memory: it then stays on the device and counts as residue"
@@ -140,7 +143,9 @@ class GraphPool:
     @cached_property
     def allocator(self) -> "torch._C._cuda_CUDAAllocator":
         """For further ``torch.cuda.MemPool``s that sleep and wake with this one."""
-        return torch._C._cuda_customAllocator(self.function("malloc"), self.function("free"))
+        allocator = torch._C._cuda_customAllocator(self.function("malloc"), self.function("free"))
+        _allocators.append(allocator)
+        return allocator
 
     def function(self, name: str) -> int:
         """Address of this pool's 'malloc' or 'free'."""
