@@ -145,7 +145,7 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences in one batch")
     group.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="tokens in one step")
     group.add_argument(
-        "--gpu-memory-utilization", type=float, metavar="SHARE", help="share of the device's memory"
+        "--gpu-memory-utilization", type=float, metavar="SHARE", help="of what a GPU has free (default 0.9)"
     )
     group.add_argument(
         "--kv-cache-memory-bytes", type=_size, metavar="SIZE", help="for example 512MiB or 4GiB"
