@@ -35,6 +35,7 @@ from hotrack.models import CausalLM, build_model
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore"),  # "a prototype feature" of torch's, and transformers' own
 ]
 BLOCK = 16
 FAMILIES = ("llama", "qwen3", "qwen3_moe")
@@ -299,7 +300,6 @@ def reference_logits(path: Path, ids: Tensor) -> Tensor:
         return theirs.eval()(ids[None], use_cache=False).logits[0]
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_logits_of_transformers(checkpoints: dict[str, Path], family: str, dtype: torch.dtype) -> None:
