@@ -2,8 +2,8 @@
 
     PYTHONPATH=src python tools/bench_cuda_memory.py --gib 17
 
-Every figure stands beside the floor of the same run: plain asynchronous copies from pinned memory. Weights are
-synthetic: random bytes in tensors of 64 MiB. Host memory is touched once before anything is timed.
+Every figure stands beside the floor of the same run: plain asynchronous copies from pinned memory. Weights
+are synthetic: random bytes in tensors of 64 MiB. Host memory is touched once before anything is timed.
 """
 
 import argparse
@@ -110,7 +110,7 @@ def checksum_speed(device: torch.device, nbytes: int, repeats: int) -> dict[str,
 
 
 def raw_unmap(driver: CudaDriver, nbytes: int, chunk: int, repeats: int) -> dict[str, Any]:
-    """Ways to give ``nbytes`` back, milliseconds: a call per chunk, one call for all, handles released early."""
+    """Ways to give ``nbytes`` back, milliseconds."""
     count = nbytes // chunk
     address = driver.address_reserve(count * chunk)
     results: dict[str, list[float]] = {}

@@ -1,7 +1,6 @@
 """The host's copy of a region in memory that a GPU can read at the full speed of its link."""
 
 import ctypes
-import mmap
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -20,8 +19,8 @@ class PinnedStore:
     """``nbytes`` of registered memory, page-rounded and no more; zeros at first.
 
     Touched first, then registered, both by several threads: that is many times faster than letting the driver
-    allocate. No copy may cross a multiple of ``chunk_bytes``: pieces are registered one by one, and the driver
-    refuses a copy that spans two.
+    allocate. No copy may cross a multiple of ``chunk_bytes``: pieces are registered one by one, and the
+    driver refuses a copy that spans two.
 
     ``digests``: checksum per chunk, by its offset, for whoever moves chunks.
 
@@ -45,8 +44,8 @@ class PinnedStore:
             available = process.available_bytes()
             if nbytes > available:
                 raise ConfigError(
-                    f"the host copy of the weights needs {nbytes} bytes of memory and {available} are available: "
-                    "free some, use a smaller model, or start without --enable-sleep-mode"
+                    f"the host copy of the weights needs {nbytes} bytes of memory and {available} are "
+                    "available: free some, use a smaller model, or start without --enable-sleep-mode"
                 )
             memory = HostMemory(nbytes)
         self._memory = memory
@@ -88,7 +87,3 @@ class PinnedStore:
             self._pieces.pop()
         self.nbytes = 0
         self._memory.close()
-
-
-def page_rounded(nbytes: int) -> int:
-    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -109,8 +109,8 @@ class Region:
 
     @property
     def bytes_view(self) -> Tensor:
-        """uint8 [nbytes], the same object every time; ``nbytes`` is not 0, and the region is mapped when it is
-        first asked for."""
+        """uint8 [nbytes], the same object every time; ``nbytes`` is not 0, and the region is mapped when it
+        is first asked for."""
         if self._view is None:
             self._view = self._backend.view(self._address, self.nbytes)
         return self._view

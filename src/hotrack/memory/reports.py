@@ -40,9 +40,9 @@ class WakeReport:
     """``changed`` is False when every region asked for was awake already.
 
     ``map_ms``, ``copy_ms`` and ``verify_ms`` are summed over the copying threads, which overlap each other
-    and the packing. On a GPU ``copy_ms`` is from the first copy to the end of the last, ``map_ms`` lies within
-    it, and ``verify_ms`` is what checksums took beyond it. ``prepack_ms`` is the time spent in ``PackedCopies.pack``; ``reload_ms``: the weight
-    loader after level 2. ``total_ms`` is the time the caller waited.
+    and the packing. On a GPU ``copy_ms`` is from the first copy to the end of the last, ``map_ms`` lies
+    within it, and ``verify_ms`` is what checksums took beyond it. ``prepack_ms`` is the time spent in
+    ``PackedCopies.pack``; ``reload_ms``: the weight loader after level 2. ``total_ms`` is the time the caller waited.
     """
 
     changed: bool

@@ -6,10 +6,10 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from hotrack.core.errors import ChecksumError, SleepError, TransitionError, WakeError
+from hotrack.core.errors import ChecksumError, ConfigError, SleepError, TransitionError, WakeError
 from hotrack.core.heap import trim_heap
 from hotrack.core.lifecycle import EngineState, SleepLevel
-from hotrack.memory.backend import PhysicalBackend
+from hotrack.memory.backend import BackendError, PhysicalBackend
 from hotrack.memory.comm import CommRegion
 from hotrack.memory.region import ChunkState, Part, Region
 from hotrack.memory.store import HostStore
@@ -32,7 +32,8 @@ class PackedCopies(Protocol):
         """Free every copy. Must not fail; called when there is nothing left to drop, too."""
 
     def pack(self, names: Sequence[str]) -> None:
-        """The raw bytes of ``names`` are valid: copy them. May call ``MemoryManager.drop_pages`` on them."""
+        """The raw bytes of ``names`` are valid: copy them. May call ``MemoryManager.drop_pages`` on them, on
+        a CPU. There it is called for tensors as they land, on a GPU for all of them in the end."""
 
 
 class GraphMemory(Protocol):
@@ -117,18 +118,22 @@ class Sleeper:
         return [entry.region for entry in self.weights] + self.others
 
     def add_weights(self, entry: WeightRegion) -> None:
-        """Raises ConfigError when there is no room for its store."""
-        self._make_store(entry)
+        """Raises ConfigError when there is no room for its store; then the region has no memory."""
+        try:
+            self._make_store(entry)
+        except ConfigError:
+            self._put_back([entry.region.part()])
+            raise
         self.weights.append(entry)
 
     def map_new(self, region: Region) -> None:
-        """First memory of a region, zeroed. Raises ChunkError; then it has none."""
+        """First memory of a region, zeroed. Raises BackendError or ChunkError; then it has none."""
         part = region.part()
         try:
             map_parts([part], Timings())
             self.mover.clear([part])
             self.mover.finish(Timings())
-        except ChunkError:
+        except (BackendError, ChunkError):
             self.mover.quiesce()
             unmap_parts([part])
             release_parts([part])
@@ -170,21 +175,16 @@ class Sleeper:
         chosen: list[Part] = []
         for region in reversed(self.regions):
             missing = nbytes - sum(part.nbytes for part in chosen)
-            if missing > 0 and (part := self._at_least(region, missing)).indices:
+            if missing > 0 and region.tag == WEIGHTS and self._packs_while_landing:
+                # Copies are dropped together, and made again from all the bytes.
+                return [part for part in parts if part.region.tag == WEIGHTS] + chosen[::-1]
+            if missing > 0 and (part := _at_least(region, missing)).indices:
                 chosen.append(part)
         return chosen[::-1]
 
-    def _at_least(self, region: Region, nbytes: int) -> Part:
-        awake = region.awake
-        if self.packed is not None and region.tag == WEIGHTS:
-            return awake  # its copies are dropped together, and made again from all the bytes
-        indices: list[int] = []
-        for index in reversed(awake.indices):
-            if nbytes <= 0:
-                break
-            indices.append(index)
-            nbytes -= region.chunks[index][1]
-        return Part(region, tuple(reversed(indices)))
+    @property
+    def _packs_while_landing(self) -> bool:
+        return self.packed is not None and not self.mover.asynchronous
 
     def fall_asleep(self, level: int, parts: Sequence[Part]) -> Spent:
         """Level 1 or 2. Raises SleepError; then ``parts`` is awake, and KV was lost only if ``kv_epoch``
@@ -218,6 +218,7 @@ class Sleeper:
         return spent
 
     def _undo_unmap(self, parts: Sequence[Part]) -> None:
+        self.mover.quiesce()  # a copy of mutable weights may be on its way
         map_parts(parts, Timings())
         self._reopen_exports()
 
@@ -283,7 +284,7 @@ class Sleeper:
             if streamed and self.mover.asynchronous:
                 self.landing = tuple(parts)
                 return spent
-            self.mover.finish(spent)
+            self._finish(parts, spent)
             self._reopen_exports()
         self._awake()
         return spent
@@ -292,9 +293,16 @@ class Sleeper:
         """The second half of a streamed wake. Raises like ``wake_up``."""
         parts, self.landing = self.landing, ()
         with self._or_undo(lambda: self._put_back(parts), EngineState.ASLEEP, WakeError):
-            self.mover.finish(spent)
+            self._finish(parts, spent)
             self._reopen_exports()
         self._awake()
+
+    def _finish(self, parts: Sequence[Part], spent: Spent) -> None:
+        self.mover.finish(spent)
+        if self.mover.asynchronous:  # nothing was usable before
+            for entry in self.weights:
+                if any(part.region is entry.region for part in parts):
+                    self._pack(entry.names, spent)
 
     def _awake(self) -> None:
         awake = all(region.mapped for region in self.regions)
@@ -332,7 +340,7 @@ class Sleeper:
 
     def _bring_back(self, parts: Sequence[Part], spent: Spent) -> None:
         self._start_bringing_back(parts, spent)
-        self.mover.finish(spent)
+        self._finish(parts, spent)
 
     def _start_bringing_back(self, parts: Sequence[Part], spent: Spent) -> None:
         """Map ``parts``, weights with their bytes from the store, packing them as they land."""
@@ -362,7 +370,6 @@ class Sleeper:
     def _pack(self, names: Sequence[str], spent: Spent) -> None:
         if self.packed is not None:
             start = time.perf_counter()
-            self.mover.wait_for(names)
             self.packed.pack(names)
             spent.pack_s += time.perf_counter() - start
 
@@ -420,3 +427,14 @@ def _close_stores(entries: Sequence[WeightRegion]) -> None:
 
 def _after(separator: str, text: str) -> str:
     return separator + text if text else ""
+
+
+def _at_least(region: Region, nbytes: int) -> Part:
+    """The last mapped chunks that hold ``nbytes``, or all of them."""
+    indices: list[int] = []
+    for index in reversed(region.awake.indices):
+        if nbytes <= 0:
+            break
+        indices.append(index)
+        nbytes -= region.chunks[index][1]
+    return Part(region, tuple(reversed(indices)))

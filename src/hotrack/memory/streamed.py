@@ -1,7 +1,8 @@
 """The way of a GPU: one thread queues copies and checksums, and the device does the rest by itself."""
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -90,12 +91,18 @@ class StreamedMover:
         complete = self._complete.setdefault(region, set())
         complete.add(name)
         done = self._filled.setdefault(region, set())
-        for index in region.chunks_of(name):
-            if index not in done and complete.issuperset(region.names_in(index)):
-                self._upload(region, index, _pinned(store))
+        with self._all_or_nothing():
+            for index in region.chunks_of(name):
+                if index not in done and complete.issuperset(region.names_in(index)):
+                    self._upload(region, index, _pinned(store))
 
     def fill(self, region: Region, store: HostStore) -> None:
-        pinned = _pinned(store)
+        with self._all_or_nothing():
+            self._fill(region, _pinned(store))
+            self.finish(Timings())
+        self._forget(region)
+
+    def _fill(self, region: Region, pinned: PinnedStore) -> None:
         unasked = [p for p in region.plan.placements if p.spec.name not in self._asked.get(region, ())]
         try:
             self._driver.context_synchronize()  # whatever wrote them
@@ -111,14 +118,24 @@ class StreamedMover:
         for index in range(len(region.chunks)):
             if index not in self._filled.get(region, ()):
                 self._upload(region, index, pinned)
-        self.finish(Timings())
-        self._forget(region)
 
     def save(self, part: Part, store: HostStore) -> None:
         self.quiesce()
-        for index in part.indices:
-            self._enqueue(part.region, index, _pinned(store), "saving", record=True)
-        self.finish(Timings())
+        with self._all_or_nothing():
+            for index in part.indices:
+                self._enqueue(part.region, index, _pinned(store), "saving", record=True)
+            self.finish(Timings())
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """A failure leaves nothing on its way, so that the caller may give memory back or try again."""
+        try:
+            yield
+        except BaseException:
+            self._filled.clear()
+            with suppress(DriverError):  # the first error says more
+                self.quiesce()
+            raise
 
     # -- waking
 
@@ -131,12 +148,12 @@ class StreamedMover:
             slots[index] = len(self._queue)
             self._enqueue(region, index, _pinned(store), "copying", record=False)
             spent.copied_bytes += region.chunks[index][1]
-        names = [placement.spec.name for placement in region.plan.placements]
-        for name in names:
+        for placement in region.plan.placements:
+            name = placement.spec.name
             pending = [slots[index] for index in region.chunks_of(name) if index in slots]
             if pending:
                 self._last_slot[name] = pending[-1]
-        yield names
+        yield from ()
 
     def _upload(self, region: Region, index: int, store: PinnedStore) -> None:
         self._filled.setdefault(region, set()).add(index)

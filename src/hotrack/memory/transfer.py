@@ -69,14 +69,14 @@ class Mover(Protocol):
         """The tensor is complete: ``fill`` may start on it."""
 
     def fill(self, region: Region, store: HostStore) -> None:
-        """All tensors are complete: bring device and store to the same bytes, and keep a checksum per chunk."""
+        """All tensors are complete: bring device and store to the same bytes; keep a checksum per chunk."""
 
     def save(self, part: Part, store: HostStore) -> None:
         """Copy mapped chunks into the store, with their checksums; device memory is only read."""
 
     def restore(self, part: Part, store: HostStore, spent: "Timings") -> Generator[list[str], None, None]:
-        """Map and fill chunks; yields names of tensors as they become usable by whoever waits for them with
-        ``wait_for``. Close it early only to give up: chunks already mapped stay mapped."""
+        """Map and fill chunks; yields names of tensors as they become usable, unless the mover is
+        asynchronous. Close it early only to give up: chunks already mapped stay mapped."""
 
     def clear(self, parts: Sequence[Part]) -> None:
         """Make mapped chunks zero."""
