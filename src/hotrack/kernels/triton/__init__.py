@@ -1,0 +1,1 @@
+"""Kernels in Triton. The twin of each, in plain torch, is in ``kernels.reference``."""

@@ -1,0 +1,314 @@
+"""Experts: each hit expert's weights are streamed once, and outputs are summed in a fixed order.
+
+Two ways, by how many choices share an expert's weights:
+
+    one or two tokens    a choice is one pass over its expert's rows on the ordinary cores; the second kernel
+                         walks a token's experts itself, so the sum needs no further launch
+    more                 blocks of choices of one expert (``moe_routing.sort_choices``) on the tensor cores,
+                         16 choices each where few share an expert, up to 128 in a long prompt; then a sum
+
+Every kernel takes sizes and grids from shapes alone, so a captured graph replays for any routing.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hotrack.kernels.triton.device import Device, device_of
+from hotrack.kernels.triton.moe_routing import SortedChoices, sort_choices
+
+DIRECT_TOKENS = 2  # beyond, tokens begin to share experts
+_RESERVED = 2 << 10  # shared memory that Triton keeps for itself
+_GROUP = 8  # blocks of choices that pass over the same weights together, while those are in the cache
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One program's part of a product: ``block_n`` output channels, ``block_k`` summed at a time."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int = 1
+
+
+@triton.jit
+def _gate_up_direct(
+    x, weight, slots, out, weight_stride, D: tl.constexpr, I: tl.constexpr, K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    choice = tl.program_id(1)
+    channel = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # x is read once per row, from the cache: spreading one copy over the threads would put a barrier
+    # between the weights of one step and those of the next.
+    row = x + (choice // K).to(tl.int64) * D + tl.zeros([BLOCK_N, 1], tl.int32)
+    at = weight + tl.load(slots + choice).to(tl.int64) * weight_stride + channel[:, None] * D
+    gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for first in tl.static_range(0, D, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)[None, :]
+        inside = (channel < I)[:, None] & (k < D)
+        g = tl.load(at + k, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        u = tl.load(at + I * D + k, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        a = tl.load(row + k, mask=inside, other=0.0).to(tl.float32)
+        gate += a * g
+        up += a * u
+    g, u = tl.sum(gate, 1), tl.sum(up, 1)
+    hidden = (g * tl.sigmoid(g) * u).to(out.dtype.element_ty)
+    tl.store(out + choice.to(tl.int64) * I + channel, hidden, mask=channel < I)
+
+
+@triton.jit
+def _down_direct(
+    hidden, weight, slots, weights, residual, out, weight_stride, D: tl.constexpr, I: tl.constexpr,
+    K: tl.constexpr, K2: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(1).to(tl.int64)
+    line = tl.arange(0, BLOCK_N * K2)  # every choice of every channel
+    choice = line % K2
+    channel = tl.program_id(0) * BLOCK_N + line // K2
+    used = (choice < K) & (channel < D)
+    slot = tl.load(slots + token * K + choice, mask=used, other=0).to(tl.int64)
+    at = weight + (slot * weight_stride + channel * I)[:, None]
+    row = hidden + ((token * K + choice) * I)[:, None]
+    total = tl.zeros([BLOCK_N * K2, BLOCK_K], tl.float32)
+    for first in tl.static_range(0, I, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)[None, :]
+        inside = used[:, None] & (k < I)
+        w = tl.load(at + k, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        total += w * tl.load(row + k, mask=inside, other=0.0).to(tl.float32)
+    share = tl.load(weights + token * K + choice, mask=used, other=0.0)
+    value = tl.sum(tl.reshape(tl.sum(total, 1) * share, [BLOCK_N, K2]), 1)
+    channel = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if RESIDUAL:
+        value += tl.load(residual + token * D + channel, mask=channel < D, other=0.0).to(tl.float32)
+    tl.store(out + token * D + channel, value.to(out.dtype.element_ty), mask=channel < D)
+
+
+@triton.jit
+def _block_and_tile(num_blocks, tiles, GROUP: tl.constexpr):
+    """This program's (block of choices, tile of channels): GROUP blocks run over all tiles together."""
+    program = tl.program_id(0)
+    group = program // (GROUP * tiles)
+    height = tl.minimum(num_blocks - group * GROUP, GROUP)
+    inner = program % (GROUP * tiles)
+    return group * GROUP + inner % height, inner // height
+
+
+@triton.jit(do_not_specialize=["num_choices"])
+def _gate_up_blocks(
+    x, weight, order, block_expert, num_blocks, out, num_choices, weight_stride, D, I, tiles,
+    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.load(num_blocks)
+    if tl.program_id(0) >= blocks * tiles:
+        return
+    block, tile = _block_and_tile(blocks, tiles, GROUP)
+    choice = tl.load(order + block * BLOCK_M + tl.arange(0, BLOCK_M))
+    expert = tl.load(block_expert + block).to(tl.int64)
+    channel = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    lane = tl.arange(0, BLOCK_K)
+    is_row, is_channel = (choice < num_choices)[:, None], (channel < I)[None, :]
+    a_at = x + (choice // K).to(tl.int64)[:, None] * D + lane[None, :]
+    w_at = weight + expert * weight_stride + channel[None, :] * D + lane[:, None]
+    gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for first in range(0, D, BLOCK_K):
+        if EVEN_K:
+            a = tl.load(a_at + first, mask=is_row, other=0.0)
+            g = tl.load(w_at + first, mask=is_channel, other=0.0)
+            u = tl.load(w_at + I * D + first, mask=is_channel, other=0.0)
+        else:
+            inside = first + lane < D
+            a = tl.load(a_at + first, mask=is_row & inside[None, :], other=0.0)
+            g = tl.load(w_at + first, mask=is_channel & inside[:, None], other=0.0)
+            u = tl.load(w_at + I * D + first, mask=is_channel & inside[:, None], other=0.0)
+        gate = tl.dot(a, g, gate, input_precision="ieee")
+        up = tl.dot(a, u, up, input_precision="ieee")
+    hidden = (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty)
+    tl.store(out + choice.to(tl.int64)[:, None] * I + channel[None, :], hidden, mask=is_row & is_channel)
+
+
+@triton.jit(do_not_specialize=["num_choices"])
+def _down_blocks(
+    hidden, weight, order, block_expert, num_blocks, out, num_choices, weight_stride, D, I, tiles,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.load(num_blocks)
+    if tl.program_id(0) >= blocks * tiles:
+        return
+    block, tile = _block_and_tile(blocks, tiles, GROUP)
+    choice = tl.load(order + block * BLOCK_M + tl.arange(0, BLOCK_M))
+    expert = tl.load(block_expert + block).to(tl.int64)
+    channel = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    lane = tl.arange(0, BLOCK_K)
+    is_row, is_channel = (choice < num_choices)[:, None], (channel < D)[None, :]
+    a_at = hidden + choice.to(tl.int64)[:, None] * I + lane[None, :]
+    w_at = weight + expert * weight_stride + channel[None, :] * I + lane[:, None]
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for first in range(0, I, BLOCK_K):
+        if EVEN_K:
+            a = tl.load(a_at + first, mask=is_row, other=0.0)
+            w = tl.load(w_at + first, mask=is_channel, other=0.0)
+        else:
+            inside = first + lane < I
+            a = tl.load(a_at + first, mask=is_row & inside[None, :], other=0.0)
+            w = tl.load(w_at + first, mask=is_channel & inside[:, None], other=0.0)
+        total = tl.dot(a, w, total, input_precision="ieee")
+    place = out + choice.to(tl.int64)[:, None] * D + channel[None, :]
+    tl.store(place, total.to(out.dtype.element_ty), mask=is_row & is_channel)
+
+
+@triton.jit
+def _combine(y, weights, residual, out, D, K: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < D
+    total = tl.zeros([BLOCK], tl.float32)
+    for choice in tl.static_range(K):
+        row = token * K + choice
+        total += tl.load(weights + row) * tl.load(y + row * D + channel, mask=inside, other=0.0).to(
+            tl.float32
+        )
+    if RESIDUAL:
+        total += tl.load(residual + token * D + channel, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * D + channel, total.to(out.dtype.element_ty), mask=inside)
+
+
+def choose_block_m(choices: int, num_experts: int) -> int:
+    """Rows of a block: what the mean expert gets, with room for its spread."""
+    mean = choices / num_experts
+    if mean <= 6:
+        return 16
+    if mean <= 20:
+        return 32
+    return 64 if mean <= 64 else 128
+
+
+def choose_tiles(block_m: int, itemsize: int, device: Device) -> tuple[Tile, Tile]:
+    """(gate and up, down): as many stages in flight as shared memory takes."""
+    if block_m <= 32:
+        shapes = (32, 128, 4), (64, 128, 4)
+    elif block_m == 64:
+        shapes = (64, 64, 4), (128, 64, 4)
+    else:
+        shapes = (64, 64, 8), (128, 64, 8)
+    bytes_each = [
+        (block_m + n * parts) * k * itemsize for (n, k, _), parts in zip(shapes, (2, 1), strict=True)
+    ]
+    # Short tiles leave half of the memory to a second program on the same multiprocessor.
+    budget = (device.shared_bytes - _RESERVED) // (2 if block_m <= 32 else 1)
+    first, second = (
+        Tile(n, k, warps, max(2, min(4, budget // used)))
+        for (n, k, warps), used in zip(shapes, bytes_each, strict=True)
+    )
+    return first, second
+
+
+def choose_direct_tiles(D: int, I: int) -> tuple[Tile, Tile]:
+    """(gate and up, down) of one or two tokens: 16 bytes a thread and load, thousands of programs."""
+    return Tile(4, _divisor(D, 1024), 4), Tile(2, _divisor(I, 256), 4)
+
+
+def _divisor(width: int, limit: int) -> int:
+    """The largest power of two up to ``limit`` that divides ``width``, if it is wide enough to load well;
+    else one that covers it, or ``limit``."""
+    block = min(width & -width, limit)
+    return block if block >= 128 else min(limit, triton.next_power_of_2(width))
+
+
+def moe_experts(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    slots: Tensor,
+    weights: Tensor,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """As ``reference.moe.moe_experts``, plus ``residual`` [T, D] if there is one.
+
+    x [T, D] contiguous, gate_up [slots, 2 * I, D], down [slots, D, I] (each expert contiguous), slots int32
+    or int64 [T, k], weights float32 [T, k] -> [T, D]. Products and sums in float32; the hidden vectors, and the
+    outputs of each choice, are rounded to x's dtype. No host synchronisation.
+    """
+    if len(x) <= DIRECT_TOKENS:
+        return experts_direct(x, gate_up, down, slots, weights, residual)
+    block_m = choose_block_m(slots.numel(), len(gate_up))
+    choices = sort_choices(slots, len(gate_up), block_m)
+    tiles = choose_tiles(block_m, x.element_size(), device_of(x))
+    return combine(experts_blocks(x, gate_up, down, choices, slots.shape[1], tiles), weights, residual)
+
+
+def experts_direct(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    slots: Tensor,
+    weights: Tensor,
+    residual: Tensor | None = None,
+    tiles: tuple[Tile, Tile] | None = None,
+) -> Tensor:
+    """:func:`moe_experts` without sorting: the weights are read once per choice. Two launches."""
+    (T, D), k, I = x.shape, slots.shape[1], down.shape[2]
+    hidden = torch.empty(T * k, I, dtype=x.dtype, device=x.device)
+    out = torch.empty_like(x)
+    if T == 0:
+        return out
+    first, second = tiles or choose_direct_tiles(D, I)
+    slots, weights = slots.contiguous(), weights.contiguous()
+    _gate_up_direct[(triton.cdiv(I, first.block_n), T * k)](
+        x, gate_up, slots, hidden, gate_up.stride(0), D=D, I=I, K=k, BLOCK_N=first.block_n,
+        BLOCK_K=first.block_k, num_warps=first.num_warps,
+    )  # fmt: skip
+    _down_direct[(triton.cdiv(D, second.block_n), T)](
+        hidden, down, slots, weights, x if residual is None else residual, out, down.stride(0), D=D, I=I, K=k,
+        K2=triton.next_power_of_2(k), BLOCK_N=second.block_n, BLOCK_K=second.block_k,
+        RESIDUAL=residual is not None, num_warps=second.num_warps,
+    )  # fmt: skip
+    return out
+
+
+def experts_blocks(
+    x: Tensor, gate_up: Tensor, down: Tensor, choices: SortedChoices, k: int, tiles: tuple[Tile, Tile]
+) -> Tensor:
+    """x [T, D] -> [T * k, D]: the output of every choice, in the order of ``slots``, without its weight."""
+    (T, D), I = x.shape, down.shape[2]
+    n, block_m = T * k, choices.block_m
+    hidden = torch.empty(n, I, dtype=x.dtype, device=x.device)
+    y = torch.empty(n, D, dtype=x.dtype, device=x.device)
+    if n == 0:
+        return y
+    first, second = tiles
+    columns = triton.cdiv(I, first.block_n)
+    _gate_up_blocks[(choices.max_blocks * columns,)](
+        x, gate_up, choices.order, choices.block_expert, choices.num_blocks, hidden, n, gate_up.stride(0), D,
+        I, columns, K=k, BLOCK_M=block_m, BLOCK_N=first.block_n, BLOCK_K=first.block_k,
+        EVEN_K=D % first.block_k == 0, GROUP=_GROUP, num_warps=first.num_warps, num_stages=first.num_stages,
+    )  # fmt: skip
+    columns = triton.cdiv(D, second.block_n)
+    _down_blocks[(choices.max_blocks * columns,)](
+        hidden, down, choices.order, choices.block_expert, choices.num_blocks, y, n, down.stride(0), D, I,
+        columns, BLOCK_M=block_m, BLOCK_N=second.block_n, BLOCK_K=second.block_k,
+        EVEN_K=I % second.block_k == 0, GROUP=_GROUP, num_warps=second.num_warps,
+        num_stages=second.num_stages,
+    )  # fmt: skip
+    return y
+
+
+def combine(y: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
+    """y [T * k, D], weights float32 [T, k] -> [T, D]: each token's weighted sum, in the order of its choices,
+    plus ``residual``."""
+    (T, k), D = weights.shape, y.shape[1]
+    out = torch.empty(T, D, dtype=y.dtype, device=y.device)
+    block = min(1024, triton.next_power_of_2(D))
+    if T:
+        _combine[(T, triton.cdiv(D, block))](
+            y, weights.contiguous(), y if residual is None else residual, out, D, K=k, BLOCK=block,
+            RESIDUAL=residual is not None,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,206 @@
+"""Which experts a token goes to, and the tokens of each expert side by side; all of it on the device.
+
+Buffers have the size of an upper bound, so nothing asks the host how the tokens spread, and a graph replays
+for any spread. Places are counted, not claimed by atomics: equal input gives equal bits.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_TILE = 8192  # elements of a [choices, experts] comparison held at a time
+_AT_ONCE = 1024  # choices that one program sorts alone: one launch instead of three
+_CHUNK = 2048  # choices per program beyond that
+_PAD = 16  # padded places written at a time
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _softmax_topk(
+    logits, ids, weights, num_tokens, stride, E: tl.constexpr, E2: tl.constexpr, K: tl.constexpr,
+    K2: tl.constexpr, ROWS: tl.constexpr, RENORMALIZE: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    expert, choice = tl.arange(0, E2), tl.arange(0, K2)
+    inside = (token < num_tokens)[:, None] & (expert < E)[None, :]
+    place = logits + token.to(tl.int64)[:, None] * stride + expert[None, :]
+    x = tl.load(place, mask=inside, other=-float("inf")).to(tl.float32)
+    x = tl.where((token < num_tokens)[:, None], x, 0.0)
+    x = tl.exp(x - tl.max(x, 1)[:, None])
+    x = tl.where((expert < E)[None, :], x / tl.sum(x, 1)[:, None], -1.0)
+    chosen = tl.zeros([ROWS, K2], tl.int32)
+    value = tl.zeros([ROWS, K2], tl.float32)
+    for k in tl.static_range(K):
+        best = tl.max(x, 1)
+        first = tl.min(tl.where(x == best[:, None], expert[None, :], E2), 1)  # of equal ones
+        first = tl.minimum(first, E - 1)  # NaN equals nothing
+        chosen = tl.where(choice[None, :] == k, first[:, None], chosen)
+        value = tl.where(choice[None, :] == k, best[:, None], value)
+        x = tl.where(expert[None, :] == first[:, None], -1.0, x)
+    if RENORMALIZE:
+        value = value / tl.sum(value, 1)[:, None]
+    there = token.to(tl.int64)[:, None] * K + choice[None, :]
+    kept = (token < num_tokens)[:, None] & (choice < K)[None, :]
+    tl.store(ids + there, chosen, mask=kept)
+    tl.store(weights + there, value, mask=kept)
+
+
+def softmax_topk(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """As ``reference.moe.softmax_topk``, in one launch: logits [T, E] (rows may be apart), E up to 512 ->
+    ids **int32** [T, k], weights float32 [T, k]. Of equal logits the lower id comes first."""
+    T, E = logits.shape
+    ids = torch.empty(T, top_k, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(T, top_k, dtype=torch.float32, device=logits.device)
+    if T:
+        padded = triton.next_power_of_2(E)
+        rows = 1 if T < 512 else max(1, 1024 // padded)
+        _softmax_topk[(triton.cdiv(T, rows),)](
+            logits, ids, weights, T, logits.stride(0), E=E, E2=padded, K=top_k,
+            K2=triton.next_power_of_2(top_k), ROWS=rows, RENORMALIZE=renormalize,
+            num_warps=1 if rows == 1 else 4,
+        )  # fmt: skip
+    return ids, weights
+
+
+@dataclass(frozen=True, slots=True)
+class SortedChoices:
+    """The T * k choices of a step by expert, each expert's padded to whole blocks of ``block_m``.
+
+    order           int32 [max_blocks * block_m]: flat choice (token * k + i), or T * k where there is none
+    block_expert    int32 [max_blocks]: the slot of each block's expert
+    num_blocks      int32 [1]: blocks in use; what ``order`` and ``block_expert`` hold beyond is undefined
+    """
+
+    order: Tensor
+    block_expert: Tensor
+    num_blocks: Tensor
+    block_m: int
+
+    @property
+    def max_blocks(self) -> int:
+        return len(self.block_expert)
+
+
+def max_blocks(choices: int, num_experts: int, block_m: int) -> int:
+    """The most blocks that ``choices`` over ``num_experts`` can need: every expert hit pads one block."""
+    hit = min(choices, num_experts)
+    return (choices + hit * (block_m - 1)) // block_m
+
+
+@triton.jit
+def _matches(slots, first, num_choices, expert, ROWS: tl.constexpr):
+    """int32 [ROWS, E2]: 1 where the choice goes to the expert."""
+    index = first + tl.arange(0, ROWS)
+    slot = tl.load(slots + index, mask=index < num_choices, other=-1)
+    return (slot[:, None] == expert[None, :]).to(tl.int32)
+
+
+@triton.jit
+def _place(slots, order, first, last, num_choices, start, expert, ROWS: tl.constexpr):
+    """Choices first .. last to their places; ``start`` [E2] is where each expert's next one goes."""
+    for index in range(first, last, ROWS):
+        match = _matches(slots, index, num_choices, expert, ROWS)
+        place = tl.sum(match * (tl.cumsum(match, 0) - 1 + start[None, :]), 1)
+        choice = index + tl.arange(0, ROWS)
+        tl.store(order + place, choice, mask=tl.sum(match, 1) > 0)
+        start += tl.sum(match, 0)
+
+
+@triton.jit
+def _lay_out(
+    count, order, block_expert, num_blocks, num_choices, max_blocks,
+    E2: tl.constexpr, BLOCK_M: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """count [E2] -> where each expert starts; writes everything but the choices themselves."""
+    blocks = (count + BLOCK_M - 1) // BLOCK_M
+    end = tl.cumsum(blocks, 0)
+    start = (end - blocks) * BLOCK_M
+    used = tl.sum(blocks, 0)
+    tl.store(num_blocks, used)
+    for offset in range(0, BLOCK_M, PAD):
+        place = (start + count)[:, None] + offset + tl.arange(0, PAD)[None, :]
+        empty = tl.zeros([E2, PAD], tl.int32) + num_choices
+        tl.store(order + place, empty, mask=place < (end * BLOCK_M)[:, None])
+    for first in range(0, used, ROWS):
+        block = first + tl.arange(0, ROWS)
+        owner = tl.sum((end[None, :] <= block[:, None]).to(tl.int32), 1)
+        tl.store(block_expert + block, owner, mask=(block < used) & (block < max_blocks))
+    return start
+
+
+@triton.jit(do_not_specialize=["num_choices", "max_blocks"])
+def _sort_few(
+    slots, order, block_expert, num_blocks, num_choices, max_blocks, E2: tl.constexpr, BLOCK_M: tl.constexpr,
+    PAD: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    expert = tl.arange(0, E2)
+    count = tl.zeros([E2], tl.int32)
+    for index in range(0, num_choices, ROWS):
+        count += tl.sum(_matches(slots, index, num_choices, expert, ROWS), 0)
+    start = _lay_out(count, order, block_expert, num_blocks, num_choices, max_blocks, E2, BLOCK_M, PAD, ROWS)
+    _place(slots, order, 0, num_choices, num_choices, start, expert, ROWS)
+
+
+@triton.jit(do_not_specialize=["num_choices"])
+def _count(slots, counts, num_choices, E2: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
+    chunk, expert = tl.program_id(0), tl.arange(0, E2)
+    count = tl.zeros([E2], tl.int32)
+    for offset in range(0, CHUNK, ROWS):
+        count += tl.sum(_matches(slots, chunk * CHUNK + offset, num_choices, expert, ROWS), 0)
+    tl.store(counts + chunk * E2 + expert, count)
+
+
+@triton.jit(do_not_specialize=["chunks", "num_choices", "max_blocks"])
+def _starts(
+    counts, order, block_expert, num_blocks, chunks, num_choices, max_blocks, E2: tl.constexpr,
+    BLOCK_M: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Counts of the chunks become where each chunk's choices of each expert start."""
+    expert, row = tl.arange(0, E2), tl.arange(0, ROWS)
+    count = tl.zeros([E2], tl.int32)
+    for first in range(0, chunks, ROWS):
+        place = counts + (first + row)[:, None] * E2 + expert[None, :]
+        count += tl.sum(tl.load(place, mask=(first + row < chunks)[:, None], other=0), 0)
+    start = _lay_out(count, order, block_expert, num_blocks, num_choices, max_blocks, E2, BLOCK_M, PAD, ROWS)
+    for first in range(0, chunks, ROWS):
+        place = counts + (first + row)[:, None] * E2 + expert[None, :]
+        here = (first + row < chunks)[:, None]
+        found = tl.load(place, mask=here, other=0)
+        tl.store(place, start[None, :] + tl.cumsum(found, 0) - found, mask=here)
+        start += tl.sum(found, 0)
+
+
+@triton.jit(do_not_specialize=["num_choices"])
+def _place_chunk(
+    slots, starts, order, num_choices, E2: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr
+):
+    chunk, expert = tl.program_id(0), tl.arange(0, E2)
+    start = tl.load(starts + chunk * E2 + expert)
+    last = tl.minimum(num_choices, (chunk + 1) * CHUNK)
+    _place(slots, order, chunk * CHUNK, last, num_choices, start, expert, ROWS)
+
+
+def sort_choices(slots: Tensor, num_experts: int, block_m: int) -> SortedChoices:
+    """slots int32 or int64 [T, k], each in 0 .. num_experts - 1 -> its choices by expert, in token order."""
+    n, device = slots.numel(), slots.device
+    slots = slots.contiguous()
+    bound = max_blocks(n, num_experts, block_m)
+    order = torch.empty(bound * block_m, dtype=torch.int32, device=device)
+    block_expert = torch.empty(bound, dtype=torch.int32, device=device)
+    num_blocks = torch.empty(1, dtype=torch.int32, device=device)
+    padded = max(2, triton.next_power_of_2(num_experts))
+    shape = {"E2": padded, "ROWS": max(2, min(_TILE // padded, triton.next_power_of_2(n)))}
+    layout = {"BLOCK_M": block_m, "PAD": min(_PAD, block_m)}
+    if n <= _AT_ONCE:
+        _sort_few[(1,)](slots, order, block_expert, num_blocks, n, bound, **layout, **shape, num_warps=8)
+    else:
+        chunks = triton.cdiv(n, _CHUNK)
+        counts = torch.empty(chunks, padded, dtype=torch.int32, device=device)
+        _count[(chunks,)](slots, counts, n, CHUNK=_CHUNK, **shape, num_warps=8)
+        _starts[(1,)](
+            counts, order, block_expert, num_blocks, chunks, n, bound, **layout, **shape, num_warps=8
+        )
+        _place_chunk[(chunks,)](slots, counts, order, n, CHUNK=_CHUNK, **shape, num_warps=8)
+    return SortedChoices(order, block_expert, num_blocks, block_m)

@@ -1,0 +1,81 @@
+"""The MoE, linear and sampling kernels compile for every family of NVIDIA GPUs and fit its shared memory."""
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("nothing is compiled when interpreting", allow_module_level=True)
+
+from fakes.triton_compile import compile_launch, recorded
+from hotrack.kernels.triton import moe_grouped, moe_routing, silu
+from hotrack.kernels.triton.device import Device
+
+DEVICES = {
+    80: Device((8, 0), 163 << 10, 108),
+    89: Device((8, 9), 99 << 10, 128),
+    90: Device((9, 0), 227 << 10, 132),
+    100: Device((10, 0), 227 << 10, 148),
+    120: Device((12, 0), 99 << 10, 170),
+}
+FAMILIES = [pytest.param(cc, marks=() if cc in (80, 90) else pytest.mark.slow) for cc in DEVICES]
+D, I, E, K = 2048, 768, 128, 8  # noqa: E741
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def check(launches: list, capability: int) -> dict[str, str]:
+    """name -> PTX; every program fits."""
+    found = {}
+    for launch in launches:
+        built = compile_launch(launch, capability)
+        assert built.shared <= DEVICES[capability].shared_bytes, built.name
+        print(capability, built.name, f"{built.shared} bytes shared", resources(built.cubin))
+        found[built.name] = built.ptx
+    return found
+
+
+def resources(cubin: bytes) -> str:
+    """Registers and spilled bytes, where Triton carries the tool that reads them."""
+    import subprocess
+    import tempfile
+
+    import triton
+
+    tool = triton.knobs.nvidia.cuobjdump.path
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        shown = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    return shown.stdout.strip().rsplit("\n", 1)[-1].strip()
+
+
+@pytest.mark.parametrize("capability", FAMILIES)
+@pytest.mark.parametrize("T", [1, 8, 256, 600, 65536])
+def test_experts_compile(monkeypatch: pytest.MonkeyPatch, capability: int, T: int) -> None:
+    monkeypatch.setattr(moe_grouped, "device_of", lambda x: DEVICES[capability])
+    slots, weights = meta(T, K, dtype=torch.int32), meta(T, K, dtype=torch.float32)
+    with recorded(moe_grouped, moe_routing) as launches:
+        moe_grouped.moe_experts(meta(T, D), meta(E, 2 * I, D), meta(E, D, I), slots, weights)
+    built = check(launches, capability)
+    if T == 1:
+        assert list(built) == ["_gate_up_direct", "_down_direct"]
+        assert all("ld.global.L1::evict_first.L2::cache_hint.v4" in ptx for ptx in built.values())
+    else:
+        assert all("cp.async.cg.shared.global" in built[name] for name in ("_gate_up_blocks", "_down_blocks"))
+    if T == 65536 and capability == 90:
+        assert "wgmma.mma_async" in built["_gate_up_blocks"]
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_elementwise_kernels_compile(capability: int) -> None:
+    with recorded(moe_routing, silu) as launches:
+        moe_routing.softmax_topk(meta(64, E, dtype=torch.float32), K, True)
+        moe_routing.softmax_topk(meta(4096, 512), K, False)
+        silu.silu_and_mul(meta(64, 2 * I))
+    check(launches, capability)
