@@ -12,6 +12,7 @@ Does not belong here: what tensors mean, when to sleep, draining requests.
 """
 
 from hotrack.memory.backend import PhysicalBackend
+from hotrack.memory.kept import KeptRange
 from hotrack.memory.manager import MemoryManager
 from hotrack.memory.region import Region
 from hotrack.memory.reports import SleepReport, WakeReport
@@ -21,6 +22,7 @@ from hotrack.memory.store import FileStore, HostStore
 __all__ = [
     "FileStore",
     "HostStore",
+    "KeptRange",
     "MemoryManager",
     "PackedCopies",
     "PhysicalBackend",

@@ -19,6 +19,7 @@ from hotrack.memory import process
 from hotrack.memory.backend import BackendError, PhysicalBackend
 from hotrack.memory.comm import CommRegion
 from hotrack.memory.graph_pool import GraphPool
+from hotrack.memory.kept import KeptRange
 from hotrack.memory.machine import Machine, cpu_machine, cuda_machine
 from hotrack.memory.pinned_store import PinnedStore
 from hotrack.memory.plan import plan_region
@@ -247,7 +248,13 @@ class MemoryManager:
 
     # -- transitions
 
-    def sleep(self, level: int = SleepLevel.KEEP_WEIGHTS, *, nbytes: int | None = None) -> SleepReport:
+    def sleep(
+        self,
+        level: int = SleepLevel.KEEP_WEIGHTS,
+        *,
+        nbytes: int | None = None,
+        keep: Sequence[KeptRange] = (),
+    ) -> SleepReport:
         """Give device memory back. Level 0 touches no memory, 1 keeps weights in the host store, 2 drops
         them there, too.
 
@@ -255,6 +262,10 @@ class MemoryManager:
         KV first, then weights from the last layer backwards; a wake then moves no more than that. Asleep
         already: nothing happens, except that level 2 still drops the host store. Blocking; call it when
         nothing uses the regions any more. A wake under way is finished first.
+
+        ``keep``: bytes of ``allocate_bytes`` tensors that go to the host and come back, checked, with the
+        wake of their region (which is then not streamed). They have survived exactly if ``kept_bytes`` of
+        the report is their sum and the wake succeeded; ``kv_epoch`` grows all the same, for the rest.
 
         Raises:
             RequestError: no such level, or ``nbytes`` at another one than 1.
@@ -274,7 +285,7 @@ class MemoryManager:
                 parts, spent = [], Spent()
                 changed = False
             else:
-                spent = self._sleeper.fall_asleep(level, parts)
+                spent = self._sleeper.fall_asleep(level, parts, keep)
                 self.cycle += bool(parts)
                 changed = True
             done = time.perf_counter()
@@ -283,7 +294,8 @@ class MemoryManager:
                 changed=changed,
                 tags=self.sleeping_tags,
                 freed_bytes=sum(part.nbytes for part in parts) + spent.graph_bytes,
-                bytes_copied=spent.copied_bytes,
+                bytes_copied=spent.copied_bytes + spent.kept_bytes,
+                kept_bytes=spent.kept_bytes,
                 store_bytes=self.store_bytes,
                 rss_before_bytes=before,
                 rss_after_bytes=process.rss_bytes(),

@@ -22,7 +22,8 @@ class PinnedStore:
     allocate. No copy may cross a multiple of ``chunk_bytes``: pieces are registered one by one, and the
     driver refuses a copy that spans two.
 
-    ``digests``: checksum per chunk, by its offset, for whoever moves chunks.
+    ``digests``: checksum per chunk, by its offset, for whoever moves chunks. ``data``: uint8 [nbytes] on the
+    CPU, not to be touched after ``close``.
 
     Raises:
         ConfigError: this machine has not got that much memory, or the driver may not pin it.
@@ -62,9 +63,7 @@ class PinnedStore:
                 f"cannot pin {nbytes} bytes of host memory: {error}. Raise the limit (ulimit -l, the "
                 "container's memory), or start without --enable-sleep-mode"
             ) from error
-        self._bytes = torch.frombuffer(
-            (ctypes.c_ubyte * nbytes).from_address(self.address), dtype=torch.uint8
-        )
+        self.data = torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(self.address), dtype=torch.uint8)
 
     def _pin(self, start: int, nbytes: int) -> None:
         self._memory.touch(start, nbytes)
@@ -74,7 +73,7 @@ class PinnedStore:
 
     def view(self, offset: int, nbytes: int) -> Tensor:
         """uint8 [nbytes] on the CPU, inside the store; gone after ``close``."""
-        return self._bytes[offset : offset + nbytes]
+        return self.data[offset : offset + nbytes]
 
     @property
     def registrations(self) -> int:

@@ -12,8 +12,9 @@ class SleepReport:
     back; ``drop_ms``: freeing packed copies and trimming the heap; ``wait_ms``: draining, filled in by the
     engine. ``rss_*``: resident set of this process. ``store_bytes``: what the host stores hold afterwards.
     ``cycle``: how many times this process has slept, this one included. ``bytes_copied``: between device and
-    host. ``quiesce_ms``: waiting for kernels in flight. ``device_*``: what the driver says this process holds
-    on its device, context included; None where nobody knows.
+    host; ``kept_bytes`` of them are KV that comes back. ``quiesce_ms``: waiting for kernels in flight.
+    ``device_*``: what the driver says this process holds on its device, context included; None where nobody
+    knows.
     """
 
     level: int
@@ -25,6 +26,7 @@ class SleepReport:
     rss_after_bytes: int
     cycle: int
     bytes_copied: int = 0
+    kept_bytes: int = 0
     device_before_bytes: int | None = None
     device_after_bytes: int | None = None
     wait_ms: float = 0.0
@@ -42,7 +44,8 @@ class WakeReport:
     ``map_ms``, ``copy_ms`` and ``verify_ms`` are summed over the copying threads, which overlap each other
     and the packing. On a GPU ``copy_ms`` is from the first copy to the end of the last, ``map_ms`` lies
     within it, and ``verify_ms`` is what checksums took beyond it. ``prepack_ms`` is the time spent in
-    ``PackedCopies.pack``; ``reload_ms``: the weight loader after level 2. ``total_ms`` is the time the caller waited.
+    ``PackedCopies.pack``; ``reload_ms``: the weight loader after level 2. ``total_ms`` is the time the
+    caller waited.
     """
 
     changed: bool

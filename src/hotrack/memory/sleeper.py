@@ -11,8 +11,9 @@ from hotrack.core.heap import trim_heap
 from hotrack.core.lifecycle import EngineState, SleepLevel
 from hotrack.memory.backend import BackendError, PhysicalBackend
 from hotrack.memory.comm import CommRegion
+from hotrack.memory.kept import Kept, KeptRange, close_all, keep
 from hotrack.memory.region import ChunkState, Part, Region
-from hotrack.memory.store import HostStore
+from hotrack.memory.store import HostStore, StoreCorruptError
 from hotrack.memory.transfer import (
     ChunkError,
     Mover,
@@ -84,6 +85,7 @@ class Spent(Timings):
     pack_s: float = 0.0
     reload_s: float = 0.0
     graph_bytes: int = 0
+    kept_bytes: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -110,6 +112,7 @@ class Sleeper:
     state: EngineState = EngineState.AWAKE
     kv_epoch: int = 0
     landing: tuple[Part, ...] = ()
+    kept: list[Kept] = field(default_factory=list)
     graphs: GraphMemory | None = None
     comm: CommRegion = field(default_factory=CommRegion)
 
@@ -162,6 +165,7 @@ class Sleeper:
         self.graphs = None  # closed by its owner
         self._put_back([region.part() for region in self.regions])
         _close_stores(self.weights)
+        self._forget_kept(self.regions)
         self.mover.close()
 
     # -- sleep
@@ -186,9 +190,9 @@ class Sleeper:
     def _packs_while_landing(self) -> bool:
         return self.packed is not None and not self.mover.asynchronous
 
-    def fall_asleep(self, level: int, parts: Sequence[Part]) -> Spent:
+    def fall_asleep(self, level: int, parts: Sequence[Part], kept: Sequence[KeptRange] = ()) -> Spent:
         """Level 1 or 2. Raises SleepError; then ``parts`` is awake, and KV was lost only if ``kv_epoch``
-        has changed."""
+        has changed, except what is in ``kept``."""
         spent = Spent()
         self._check_can_sleep(level, parts)
         self.state = EngineState.FALLING_ASLEEP
@@ -199,6 +203,7 @@ class Sleeper:
             self.mover.quiesce()
             waited = time.perf_counter()
             self._save_mutable(parts)
+            spent.kept_bytes = self._keep(kept)
             saved = time.perf_counter()
             unmap_parts(parts)
         with self._or_undo(lambda: self._undo_release(parts), EngineState.AWAKE, SleepError):
@@ -220,17 +225,35 @@ class Sleeper:
     def _undo_unmap(self, parts: Sequence[Part]) -> None:
         self.mover.quiesce()  # a copy of mutable weights may be on its way
         map_parts(parts, Timings())
+        self._forget_kept([part.region for part in parts])
         self._reopen_exports()
 
     def _undo_release(self, parts: Sequence[Part]) -> None:
         if self.graphs is not None:
             self.graphs.wake()
         self._bring_back(parts, Spent())
+        self._restore_kept()
         self._reopen_exports()
 
     def _reopen_exports(self) -> None:
         if all(region.mapped for region in self.regions):
             self.comm.reopen_exports()
+
+    def _keep(self, wanted: Sequence[KeptRange]) -> int:
+        found = keep(self.others, wanted, self.mover)
+        self.kept += found
+        return sum(one.nbytes for one in found)
+
+    def _restore_kept(self) -> None:
+        """What was kept of regions that are awake now goes back where it was."""
+        for one in self.kept:
+            if one.region.mapped:
+                one.restore(self.mover)
+        self._forget_kept([region for region in self.others if region.mapped])
+
+    def _forget_kept(self, regions: Sequence[Region]) -> None:
+        close_all([one for one in self.kept if one.region in regions])
+        self.kept = [one for one in self.kept if one.region not in regions]
 
     def _save_mutable(self, parts: Sequence[Part]) -> None:
         by_region = {part.region: part for part in parts}
@@ -281,7 +304,7 @@ class Sleeper:
             if lost:
                 self._load_again(lost, spent)
             self._start_bringing_back([part for part in parts if not part.region.mapped], spent)
-            if streamed and self.mover.asynchronous:
+            if streamed and self.mover.asynchronous and not self.kept:
                 self.landing = tuple(parts)
                 return spent
             self._finish(parts, spent)
@@ -299,6 +322,7 @@ class Sleeper:
 
     def _finish(self, parts: Sequence[Part], spent: Spent) -> None:
         self.mover.finish(spent)
+        self._restore_kept()
         if self.mover.asynchronous:  # nothing was usable before
             for entry in self.weights:
                 if any(part.region is entry.region for part in parts):
@@ -395,7 +419,9 @@ class Sleeper:
             self._undo(undo, state, error)
             if not isinstance(error, Exception):
                 raise
-            corrupt = isinstance(error, ChunkError) and error.corrupt
+            corrupt = isinstance(error, StoreCorruptError) or (
+                isinstance(error, ChunkError) and error.corrupt
+            )
             raise (ChecksumError if corrupt else kind)(self._explain(error)) from error
 
     def _explain(self, error: Exception) -> str:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from hotrack.memory.driver import Driver, DriverError
 from hotrack.memory.host_memory import HostMemory
-from hotrack.memory.pinned_store import PinnedStore
+from hotrack.memory.pinned_store import PIECE_BYTES, PinnedStore
 from hotrack.memory.region import Part, Region, tensor_at
 from hotrack.memory.store import HostStore, StoreCorruptError
-from hotrack.memory.transfer import ChunkError, Timings, make_accessible
+from hotrack.memory.transfer import ChunkError, HostBuffer, Timings, make_accessible
 
 MAX_CHUNKS = 1 << 15  # in one transition; a digest is 8 bytes
 
@@ -193,6 +193,28 @@ class StreamedMover:
                 raise ChunkError(part.region, 0, "clearing", error) from error
             self._clearing = True
 
+    def take(self, ranges: Sequence[tuple[int, int]]) -> HostBuffer:
+        buffer = self._make_buffer(sum(nbytes for _, nbytes in ranges))
+        try:
+            for address, host, nbytes in _pieces(ranges, buffer.address):
+                self._driver.copy_to_host(host, address, nbytes, self._copies)
+            self._driver.stream_synchronize(self._copies)
+        except DriverError:
+            with suppress(DriverError):
+                self.quiesce()
+                buffer.close()
+            raise
+        return buffer
+
+    def put(self, ranges: Sequence[tuple[int, int]], buffer: HostBuffer) -> None:
+        assert isinstance(buffer, PinnedStore), f"{type(buffer).__name__} is not pinned"
+        for address, host, nbytes in _pieces(ranges, buffer.address):
+            self._driver.copy_to_device(address, host, nbytes, self._copies)
+        self._driver.stream_synchronize(self._copies)
+
+    def _make_buffer(self, nbytes: int) -> PinnedStore:
+        return PinnedStore(self._driver, nbytes, PIECE_BYTES, 4)
+
     def wait_for(self, names: Sequence[str]) -> None:
         slots = [self._last_slot[name] for name in names if name in self._last_slot]
         if slots:  # copies are in order: the last one that is needed comes after the others
@@ -252,6 +274,18 @@ class StreamedMover:
         for stream in (self._copies, self._checks, self._zeros):
             driver.stream_destroy(stream)
         self._events = []
+
+
+def _pieces(ranges: Sequence[tuple[int, int]], host: int) -> Iterator[tuple[int, int, int]]:
+    """(device address, host address, bytes) of copies that stay within a registration."""
+    done = 0
+    for start, size in ranges:
+        end, address = start + size, start
+        while address < end:
+            nbytes = min(end - address, PIECE_BYTES - done % PIECE_BYTES)
+            yield address, host + done, nbytes
+            address += nbytes
+            done += nbytes
 
 
 def _settle(queued: _Queued, digest: int) -> None:

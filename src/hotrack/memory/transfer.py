@@ -1,6 +1,7 @@
 """Moving regions between device and host store; the way of a CPU: a few threads, a few chunks ahead of the
 consumer."""
 
+import ctypes
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -8,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from hotrack.memory.backend import BackendError
@@ -51,6 +53,23 @@ class Timings:
         self.copied_bytes += other.copied_bytes
 
 
+class HostBuffer(Protocol):
+    """Host memory for a while. ``data``: uint8 [n] on the CPU."""
+
+    data: Tensor
+
+    def close(self) -> None:
+        """Give it back."""
+
+
+@dataclass(slots=True)
+class _PlainBuffer:
+    data: Tensor
+
+    def close(self) -> None:
+        self.data = torch.empty(0, dtype=torch.uint8)
+
+
 class Mover(Protocol):
     """How a part of a region gets from the device to its store and back. Everything raises ChunkError.
 
@@ -80,6 +99,13 @@ class Mover(Protocol):
 
     def clear(self, parts: Sequence[Part]) -> None:
         """Make mapped chunks zero."""
+
+    def take(self, ranges: Sequence[tuple[int, int]]) -> HostBuffer:
+        """Copies of mapped ranges (address, bytes), one behind the other. Waits. Raises BackendError, or
+        ConfigError when the host has no room."""
+
+    def put(self, ranges: Sequence[tuple[int, int]], buffer: HostBuffer) -> None:
+        """The way back. Waits. Raises BackendError."""
 
     def wait_for(self, names: Sequence[str]) -> None:
         """Whatever the caller computes next waits until these tensors have landed."""
@@ -160,6 +186,20 @@ class ThreadedMover:
 
     def clear(self, parts: Sequence[Part]) -> None:
         """The kernel gives zeroed pages."""
+
+    def take(self, ranges: Sequence[tuple[int, int]]) -> HostBuffer:
+        data = torch.empty(sum(nbytes for _, nbytes in ranges), dtype=torch.uint8)
+        done = 0
+        for address, nbytes in ranges:
+            ctypes.memmove(data.data_ptr() + done, address, nbytes)
+            done += nbytes
+        return _PlainBuffer(data)
+
+    def put(self, ranges: Sequence[tuple[int, int]], buffer: HostBuffer) -> None:
+        done = 0
+        for address, nbytes in ranges:
+            ctypes.memmove(address, buffer.data.data_ptr() + done, nbytes)
+            done += nbytes
 
     def wait_for(self, names: Sequence[str]) -> None:
         pass

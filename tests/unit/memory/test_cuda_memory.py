@@ -18,7 +18,7 @@ from hotrack.core.errors import (
 )
 from hotrack.core.lifecycle import EngineState
 from hotrack.core.tensorspec import TensorSpec
-from hotrack.memory import MemoryManager
+from hotrack.memory import KeptRange, MemoryManager
 
 SPECS = [
     TensorSpec("embed", (300, 128), "bfloat16"),
@@ -381,3 +381,65 @@ def test_errors_outside_the_package_are_ours(engine: CudaEngine) -> None:
     ):
         engine.memory.wake()
     engine.check_asleep()
+
+
+def test_kept_kv_comes_back_and_the_rest_is_zero(engine: CudaEngine) -> None:
+    engine.kv.random_(1, 256)
+    wanted = engine.kv.clone()
+    ranges = [KeptRange(engine.kv, 3, CHUNK), KeptRange(engine.kv, 2 * CHUNK, 70)]
+    report = engine.memory.sleep(1, keep=ranges)
+    assert report.kept_bytes == CHUNK + 70
+    engine.memory.wake(["weights"])
+    engine.memory.wake(streamed=True)
+    assert engine.memory.state is EngineState.AWAKE, "not streamed"
+    assert torch.equal(engine.kv[3 : CHUNK + 3], wanted[3 : CHUNK + 3])
+    assert torch.equal(engine.kv[2 * CHUNK : 2 * CHUNK + 70], wanted[2 * CHUNK : 2 * CHUNK + 70])
+    assert not engine.kv[CHUNK + 3 : 2 * CHUNK].any()
+    engine.check_awake(kv=None)
+    with pytest.raises(SleepError, match="in no KV region"):
+        engine.memory.sleep(1, keep=[KeptRange(engine.kv, 10, 100 * CHUNK)])
+    engine.check_awake(kv=None)
+
+
+def test_kept_kv_survives_a_fault_at_every_call(engine: CudaEngine) -> None:
+    wanted = torch.randint(0, 256, (CHUNK,), dtype=torch.uint8)
+    ranges = [KeptRange(engine.kv, 100, CHUNK)]
+
+    def cycle() -> None:
+        engine.memory.sleep(1, keep=ranges)
+        engine.memory.wake()
+
+    engine.driver.arm(None)
+    cycle()
+    for index in range(len(engine.driver.calls)):
+        engine.kv[100 : 100 + CHUNK] = wanted
+        engine.driver.arm(index)
+        try:
+            engine.memory.sleep(1, keep=ranges)
+        except SleepError:
+            engine.driver.arm(None)
+            assert torch.equal(engine.kv[100 : 100 + CHUNK], wanted)
+            engine.check_awake(kv=None)
+            engine.memory.sleep(1, keep=ranges)
+        try:
+            engine.memory.wake()
+        except WakeError:
+            engine.driver.arm(None)
+            engine.memory.wake()
+        engine.driver.arm(None)
+        assert torch.equal(engine.kv[100 : 100 + CHUNK], wanted), index
+        engine.check_awake(kv=None)
+
+
+def test_damaged_kept_bytes_are_found(engine: CudaEngine) -> None:
+    engine.memory.sleep(1, keep=[KeptRange(engine.kv, 0, 1000)])
+    data = engine.memory._sleeper.kept[0].buffer.data
+    data[7] ^= 1
+    with pytest.raises(ChecksumError, match="kept bytes of region 'kv_cache'"):
+        engine.memory.wake()
+    assert engine.memory.sleeping_tags == ("weights", "kv_cache")
+    data[7] ^= 1
+    engine.memory.wake()
+    assert bool((engine.kv[:1000] == 9).all())
+    assert not engine.kv[1000:].any()
+    engine.check_awake(kv=None)

@@ -16,7 +16,7 @@ from hotrack.core.errors import (
 from hotrack.core.heap import trim_heap
 from hotrack.core.lifecycle import EngineState
 from hotrack.core.tensorspec import TensorSpec
-from hotrack.memory import MemoryManager
+from hotrack.memory import KeptRange, MemoryManager
 from hotrack.memory import process as memory_process
 from hotrack.memory.backend import MmapBackend
 
@@ -253,3 +253,52 @@ def test_process_readers() -> None:
     assert memory_process.available_bytes() > 0
     del block
     trim_heap()
+
+
+def test_partial_sleep_takes_kv_first_then_the_last_weights(engine: Engine) -> None:
+    kv, first = engine.memory.regions[2], engine.memory.regions[0]
+    assert not engine.memory.sleep(nbytes=0).changed
+    engine.check_awake(kv=9)
+    engine.memory.sleep(nbytes=CHUNK)
+    assert engine.memory.sleeping_tags == ("kv_cache",)
+    assert first.mapped
+    engine.check_weights()
+    engine.memory.sleep(nbytes=kv.nbytes)
+    assert engine.memory.sleeping_tags == ("weights", "kv_cache")
+    assert first.awake.indices == tuple(range(len(first.awake.indices)))
+    assert first.awake.indices, "the first layers stay"
+    left = first.resident_in(first.awake)
+    assert first.resident_bytes() == left
+    asleep = sum(region.asleep.nbytes for region in engine.memory.regions)
+    woke = engine.memory.wake()
+    assert woke.mapped_bytes == asleep
+    assert 0 < woke.bytes_copied < engine.memory.weight_bytes
+    engine.check_weights()
+    engine.memory.sleep(nbytes=kv.nbytes + CHUNK)
+    engine.memory.sleep(1)
+    engine.check_asleep()
+    engine.memory.wake()
+    engine.check_awake(kv=0)
+
+
+def test_partial_sleep_of_packed_weights_takes_all_of_them(packed_engine: Engine) -> None:
+    engine = packed_engine
+    kv_bytes = sum(region.nbytes for region in engine.memory.regions[2:])
+    engine.memory.sleep(nbytes=kv_bytes)
+    engine.check_weights()
+    engine.memory.wake()
+    engine.memory.sleep(nbytes=kv_bytes + 1)
+    engine.check_asleep()
+    engine.memory.wake()
+    engine.check_awake(kv=0)
+
+
+def test_kept_kv_comes_back_and_the_rest_is_zero(engine: Engine) -> None:
+    engine.kv.random_(1, 256)
+    wanted = engine.kv.clone()
+    report = engine.memory.sleep(1, keep=[KeptRange(engine.kv, 3, 100), KeptRange(engine.kv[CHUNK:], 5, 70)])
+    assert report.kept_bytes == 170
+    engine.check_asleep()
+    engine.memory.wake()
+    wanted[:3] = wanted[103 : CHUNK + 5] = wanted[CHUNK + 75 :] = 0
+    assert torch.equal(engine.kv, wanted)

@@ -1,0 +1,93 @@
+"""Bytes of KV regions that outlive a sleep: requests that go on after the wake."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import xxhash
+from torch import Tensor
+
+from hotrack.core.errors import SleepError
+from hotrack.memory.region import ChunkState, Region
+from hotrack.memory.store import StoreCorruptError
+from hotrack.memory.transfer import HostBuffer, Mover
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptRange:
+    """``nbytes`` bytes from byte ``offset`` of a tensor that ``allocate_bytes`` returned, or of a view."""
+
+    tensor: Tensor
+    offset: int
+    nbytes: int
+
+    @property
+    def address(self) -> int:
+        return self.tensor.data_ptr() + self.offset
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kept:
+    """Ranges of one region (address, bytes), one behind the other in a host buffer, and its checksum."""
+
+    region: Region
+    ranges: tuple[tuple[int, int], ...]
+    buffer: HostBuffer
+    checksum: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(nbytes for _, nbytes in self.ranges)
+
+    def restore(self, mover: Mover) -> None:
+        """Raises StoreCorruptError, or BackendError when the device refuses."""
+        found = _checksum(self.buffer.data)
+        if found != self.checksum:
+            raise StoreCorruptError(
+                f"kept bytes of region '{self.region.name}': checksum is {found:016x}, "
+                f"saved was {self.checksum:016x}"
+            )
+        mover.put(self.ranges, self.buffer)
+
+
+def keep(regions: Sequence[Region], wanted: Sequence[KeptRange], mover: Mover) -> list[Kept]:
+    """Copy ranges to the host, a copy per region.
+
+    Raises:
+        SleepError: a range is not inside one of ``regions``, or is asleep.
+        ConfigError: the host has no room.
+        BackendError: the device refused.
+    """
+    by_region: dict[Region, list[tuple[int, int]]] = {}
+    for one in wanted:
+        if one.nbytes:
+            by_region.setdefault(_region_of(regions, one), []).append((one.address, one.nbytes))
+    kept: list[Kept] = []
+    try:
+        for region, ranges in by_region.items():
+            buffer = mover.take(ranges)
+            kept.append(Kept(region, tuple(ranges), buffer, _checksum(buffer.data)))
+    except BaseException:
+        close_all(kept)
+        raise
+    return kept
+
+
+def close_all(kept: Sequence[Kept]) -> None:
+    for one in kept:
+        one.buffer.close()
+
+
+def _region_of(regions: Sequence[Region], wanted: KeptRange) -> Region:
+    for region in regions:
+        start = wanted.address - region.chunk_address(0) if region.nbytes else -1
+        if start >= 0 and start + wanted.nbytes <= region.nbytes:
+            size = region.plan.chunk_bytes
+            inside = region.state[start // size : -(-(start + wanted.nbytes) // size)]
+            if any(state is not ChunkState.MAPPED for state in inside):
+                raise SleepError(f"bytes of region '{region.name}' that are asleep cannot be kept")
+            return region
+    raise SleepError(f"{wanted.nbytes} bytes at {wanted.address:#x} are in no KV region, and cannot be kept")
+
+
+def _checksum(data: Tensor) -> int:
+    return xxhash.xxh3_64_intdigest(memoryview(data.numpy()))
