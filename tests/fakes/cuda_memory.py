@@ -2,14 +2,17 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from fakes.cuda_driver import FakeDriver
 from hotrack.memory import MemoryManager
 from hotrack.memory.cuda_backend import CudaBackend
-from hotrack.memory.machine import Machine
+from hotrack.memory.machine import Machine, SharedCopy, make_pinned_store
 from hotrack.memory.pinned_store import PinnedStore
+from hotrack.memory.region import Region
+from hotrack.memory.shared_segment import DIRECTORY
 from hotrack.memory.streamed import StreamedMover
 
 CHUNK = 128 << 10
@@ -24,13 +27,15 @@ def fake_machine(
     driver: FakeDriver,
     *,
     chunk_bytes: int = CHUNK,
+    shared: SharedCopy | None = None,
+    directory: Path = DIRECTORY,
     current_stream: Callable[[], int] = lambda: 0,
     holders: Callable[[], str] = lambda: "held by trainer (pid 7) 12.0 GiB",
 ) -> Machine:
     backend = FakeCudaBackend(driver, torch.device("cpu"), chunk_bytes)
 
-    def make_store(nbytes: int) -> PinnedStore:
-        return PinnedStore(driver, nbytes, chunk_bytes, 2)
+    def make_store(region: Region) -> PinnedStore:
+        return make_pinned_store(driver, 2, shared, region, directory)
 
     mover = StreamedMover(driver, make_store, driver.checksum, current_stream, driver.view)
     return Machine(

@@ -13,6 +13,7 @@ Does not belong here: what tensors mean, when to sleep, draining requests.
 
 from hotrack.memory.backend import PhysicalBackend
 from hotrack.memory.kept import KeptRange
+from hotrack.memory.machine import SharedCopy
 from hotrack.memory.manager import MemoryManager
 from hotrack.memory.region import Region
 from hotrack.memory.reports import SleepReport, WakeReport
@@ -27,6 +28,7 @@ __all__ = [
     "PackedCopies",
     "PhysicalBackend",
     "Region",
+    "SharedCopy",
     "SleepReport",
     "Sleeper",
     "WakeReport",

@@ -17,13 +17,14 @@ libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class HostMemory:
-    """``nbytes`` of zeros at a huge page boundary; from ``fd`` if given, which stays the caller's.
+    """``nbytes`` of zeros at a huge page boundary; from byte ``offset`` of ``fd`` if given, which stays
+    the caller's.
 
     Raises:
         OSError: no address space.
     """
 
-    def __init__(self, nbytes: int, fd: int | None = None) -> None:
+    def __init__(self, nbytes: int, fd: int | None = None, offset: int = 0) -> None:
         size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         reserved = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self._base = map_memory(None, size + _HUGE_PAGE, PROT_NONE, reserved, -1)
@@ -37,6 +38,7 @@ class HostMemory:
                 mmap.PROT_READ | mmap.PROT_WRITE,
                 kind | MAP_FIXED,
                 -1 if fd is None else fd,
+                offset,
             )
         except OSError:
             self.close()
@@ -67,9 +69,11 @@ def unmap_memory(address: int, nbytes: int) -> None:
     libc.munmap(address, nbytes)
 
 
-def map_memory(address: int | None, nbytes: int, protection: int, flags: int, fd: int) -> int:
-    """``mmap`` from the start of ``fd``. Raises OSError."""
-    found = libc.mmap(address, nbytes, protection, flags, fd, 0)
+def map_memory(
+    address: int | None, nbytes: int, protection: int, flags: int, fd: int, offset: int = 0
+) -> int:
+    """``mmap``. Raises OSError."""
+    found = libc.mmap(address, nbytes, protection, flags, fd, offset)
     if found is None or found == ctypes.c_void_p(-1).value:
         code = ctypes.get_errno()
         raise OSError(code, f"mmap of {nbytes} bytes: {os.strerror(code)}")

@@ -90,4 +90,4 @@ def _region_of(regions: Sequence[Region], wanted: KeptRange) -> Region:
 
 
 def _checksum(data: Tensor) -> int:
-    return xxhash.xxh3_64_intdigest(memoryview(data.numpy()))
+    return xxhash.xxh3_64_intdigest(data.numpy().data)

@@ -1,5 +1,6 @@
 """Everything about a device that the memory manager needs, put together once."""
 
+import hashlib
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,9 +14,12 @@ from hotrack.core.errors import ConfigError
 from hotrack.memory.backend import BackendError, MmapBackend, PhysicalBackend
 from hotrack.memory.cuda_backend import CHUNK_BYTES, CudaBackend
 from hotrack.memory.device_process import describe_holders, device_bytes
-from hotrack.memory.driver import CudaDriver
+from hotrack.memory.driver import CudaDriver, Driver
 from hotrack.memory.graph_pool import GraphPool, open_graph_pool
 from hotrack.memory.pinned_store import PinnedStore
+from hotrack.memory.region import Region
+from hotrack.memory.shared_segment import DIRECTORY, SegmentSpec, SharedSegment
+from hotrack.memory.sleeper import WEIGHTS
 from hotrack.memory.store import ChunkStore
 from hotrack.memory.streamed import StreamedMover
 from hotrack.memory.transfer import Mover, ThreadedMover
@@ -45,19 +49,33 @@ def cpu_machine(
     return Machine(backend or MmapBackend(), ThreadedMover(partial(make_store, store_dir), num_threads))
 
 
-def cuda_machine(device: torch.device, num_threads: int, chunk_bytes: int | None = None) -> Machine:
-    """A GPU; host copies in pinned memory.
+@dataclass(frozen=True, slots=True)
+class SharedCopy:
+    """Name of the host copy in shared memory, and a ``key`` for everything that decides which bytes are in
+    it: model files, their version, how they are converted. Layout and shapes are added to it."""
+
+    name: str
+    key: str
+
+
+def cuda_machine(
+    device: torch.device,
+    num_threads: int,
+    chunk_bytes: int | None = None,
+    shared: SharedCopy | None = None,
+) -> Machine:
+    """A GPU; host copies in pinned memory, that of immutable weights in shared memory if wanted.
 
     Raises:
         ConfigError: torch has no such GPU, or it cannot be driven.
     """
     ordinal = _ordinal(device)
-    torch.cuda.init()
+    torch.cuda.init()  # type: ignore[no-untyped-call]
     target = torch.device("cuda", ordinal)
     try:
         driver = CudaDriver(ordinal)
         backend = CudaBackend(driver, target, chunk_bytes or CHUNK_BYTES)
-        pinned = partial(_pinned_store, driver, backend.chunk_bytes, num_threads)
+        pinned = partial(make_pinned_store, driver, num_threads, shared)
         mover = StreamedMover(
             driver,
             pinned,
@@ -78,8 +96,16 @@ def cuda_machine(device: torch.device, num_threads: int, chunk_bytes: int | None
     )
 
 
-def _pinned_store(driver: CudaDriver, chunk_bytes: int, num_threads: int, nbytes: int) -> PinnedStore:
-    return PinnedStore(driver, nbytes, chunk_bytes, num_threads)
+def make_pinned_store(
+    driver: Driver, num_threads: int, shared: SharedCopy | None, region: Region, directory: Path = DIRECTORY
+) -> PinnedStore:
+    """Pinned memory for one region; raises ConfigError. Mutable weights are nobody else's."""
+    chunk_bytes, segment = region.plan.chunk_bytes, None
+    if shared is not None and region.name == WEIGHTS and region.nbytes:
+        layout = hashlib.sha256(repr((shared.key, region.plan)).encode()).digest()
+        spec = SegmentSpec(shared.name, region.nbytes, len(region.chunks), layout)
+        segment = SharedSegment(spec, directory)
+    return PinnedStore(driver, region.nbytes, chunk_bytes, num_threads, segment)
 
 
 def _ordinal(device: torch.device) -> int:
@@ -101,7 +127,9 @@ class _TritonChecksum:
 
     def __call__(self, stream: int, data: Tensor, slots: Tensor, slot: int) -> None:
         if stream not in self._streams:
-            self._streams[stream] = torch.cuda.ExternalStream(stream, device=self._device)
+            self._streams[stream] = torch.cuda.ExternalStream(  # type: ignore[no-untyped-call]
+                stream, device=self._device
+            )
         with torch.cuda.stream(self._streams[stream]):
             self._add(data.view(torch.int64), slots[slot : slot + 1])
 

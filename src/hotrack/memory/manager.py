@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from hotrack.config import env
-from hotrack.core.errors import ConfigError, RequestError, SleepError, TransitionError, WakeError
+from hotrack.core.errors import (
+    ChecksumError,
+    ConfigError,
+    RequestError,
+    SleepError,
+    TransitionError,
+    WakeError,
+)
 from hotrack.core.lifecycle import EngineState, SleepLevel
 from hotrack.core.tensorspec import TensorSpec
 from hotrack.memory import process
@@ -20,7 +27,7 @@ from hotrack.memory.backend import BackendError, PhysicalBackend
 from hotrack.memory.comm import CommRegion
 from hotrack.memory.graph_pool import GraphPool
 from hotrack.memory.kept import KeptRange
-from hotrack.memory.machine import Machine, cpu_machine, cuda_machine
+from hotrack.memory.machine import Machine, SharedCopy, cpu_machine, cuda_machine
 from hotrack.memory.pinned_store import PinnedStore
 from hotrack.memory.plan import plan_region
 from hotrack.memory.region import Region
@@ -64,12 +71,13 @@ class MemoryManager:
         backend: PhysicalBackend | None = None,
         make_store: Callable[[Path, int], ChunkStore] = FileStore,
         chunk_bytes: int | None = None,
+        shared: SharedCopy | None = None,
         machine: Machine | None = None,
     ) -> None:
         self.device = torch.device(device)
         if machine is None:
             if self.device.type == "cuda":
-                machine = cuda_machine(self.device, num_threads, chunk_bytes)
+                machine = cuda_machine(self.device, num_threads, chunk_bytes, shared)
             elif self.device.type == "cpu":
                 machine = cpu_machine(make_store, store_dir or env.store_dir(), num_threads, backend)
             else:
@@ -203,6 +211,13 @@ class MemoryManager:
         entry = self._by_name[name]
         return self._sleeper.mover.loading(entry.region, entry.store, name)
 
+    @property
+    def attached(self) -> bool:
+        """Every weight is in a host copy that an earlier process left in shared memory: load nothing;
+        ``seal`` brings it to the device and compares it with its checksums. ``loading`` makes it False."""
+        stores = [entry.store for entry in self._sleeper.weights]
+        return bool(stores) and all(isinstance(store, PinnedStore) and store.attached for store in stores)
+
     def loaded(self, name: str) -> None:
         """All bytes of ``loading(name)`` are written and will not change: they may go to the device while the
         next weights are read. Optional; from one thread at a time.
@@ -222,11 +237,15 @@ class MemoryManager:
 
         Raises:
             SleepError: the store could not be written.
+            ChecksumError: what an earlier process left is damaged; it is gone now, so load and seal again.
         """
         try:
             for entry in self._sleeper.weights:
                 self._sleeper.seal(entry)
         except ChunkError as error:
+            if error.corrupt:
+                self._sleeper.discard_stores()
+                raise ChecksumError(f"the shared host copy of the weights is damaged: {error}") from error
             raise SleepError(f"cannot keep a host copy of the weights: {error}") from error
 
     def drop_pages(self, names: Sequence[str]) -> int:

@@ -155,6 +155,12 @@ class Sleeper:
         self.mover.fill(entry.region, entry.store)
         entry.sealed = True
 
+    def discard_stores(self) -> None:
+        """No host copy is of any use: make empty ones. Raises ConfigError."""
+        _close_stores(self.weights)
+        for entry in self.weights:
+            self._make_store(entry)
+
     def _make_store(self, entry: WeightRegion) -> None:
         if entry.store is None and self.keeps_copies:
             entry.store = self.mover.make_store(entry.region)
@@ -164,7 +170,10 @@ class Sleeper:
         self.state = EngineState.FAILED
         self.graphs = None  # closed by its owner
         self._put_back([region.part() for region in self.regions])
-        _close_stores(self.weights)
+        for entry in self.weights:
+            if entry.store is not None:
+                entry.store.leave()
+            entry.store, entry.sealed = None, False
         self._forget_kept(self.regions)
         self.mover.close()
 

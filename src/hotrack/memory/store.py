@@ -28,6 +28,9 @@ class HostStore(Protocol):
     def close(self) -> None:
         """Give the space back."""
 
+    def leave(self) -> None:
+        """Like ``close``, at the end of the process: what the next one could use may stay."""
+
 
 @runtime_checkable
 class ChunkStore(HostStore, Protocol):
@@ -100,6 +103,9 @@ class FileStore:
         if found != saved:
             wanted = "none, it was never saved" if saved is None else f"{saved:016x}"
             raise StoreCorruptError(f"checksum is {found:016x}, saved was {wanted}")
+
+    def leave(self) -> None:
+        self.close()
 
     def close(self) -> None:
         if self._fd >= 0:

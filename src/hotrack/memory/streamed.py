@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from hotrack.memory.driver import Driver, DriverError
-from hotrack.memory.host_memory import HostMemory
 from hotrack.memory.pinned_store import PIECE_BYTES, PinnedStore
 from hotrack.memory.region import Part, Region, tensor_at
 from hotrack.memory.store import HostStore, StoreCorruptError
@@ -49,7 +48,7 @@ class StreamedMover:
     def __init__(
         self,
         driver: Driver,
-        make_store: Callable[[int], PinnedStore],
+        make_store: Callable[[Region], PinnedStore],
         checksum: Checksum,
         current_stream: Callable[[], int],
         view: Callable[[int, int], Tensor],
@@ -68,14 +67,14 @@ class StreamedMover:
         nbytes = 8 * MAX_CHUNKS
         self._digests_address = driver.mem_alloc(nbytes)
         self._digests = view(self._digests_address, nbytes).view(torch.int64)
-        self._landing = PinnedStore(driver, nbytes, nbytes, 1, HostMemory(nbytes))
+        self._landing = PinnedStore(driver, nbytes, nbytes, 1)
         self._asked: dict[Region, set[str]] = {}
         self._complete: dict[Region, set[str]] = {}
         self._filled: dict[Region, set[int]] = {}
 
     def make_store(self, region: Region) -> PinnedStore:
         self._forget(region)
-        return self._make_store(region.nbytes)
+        return self._make_store(region)
 
     # -- loading
 
@@ -83,6 +82,7 @@ class StreamedMover:
         if store is None or not region.nbytes:
             return region.tensor(name)
         self._asked.setdefault(region, set()).add(name)
+        _pinned(store).begin()
         return tensor_at(_pinned(store).view(0, store.nbytes), region.placement(name))
 
     def loaded(self, region: Region, store: HostStore | None, name: str) -> None:
@@ -97,9 +97,15 @@ class StreamedMover:
                     self._upload(region, index, _pinned(store))
 
     def fill(self, region: Region, store: HostStore) -> None:
+        pinned = _pinned(store)
         with self._all_or_nothing():
-            self._fill(region, _pinned(store))
+            if pinned.attached:  # by another process: this is the first look at it
+                for index in range(len(region.chunks)):
+                    self._enqueue(region, index, pinned, "uploading", record=False)
+            else:
+                self._fill(region, pinned)
             self.finish(Timings())
+        pinned.publish()
         self._forget(region)
 
     def _fill(self, region: Region, pinned: PinnedStore) -> None:
