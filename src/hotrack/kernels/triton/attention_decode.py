@@ -164,7 +164,8 @@ def _merge(
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """``tile`` keys at a time; ``stages`` tiles in flight; ``programs_per_sm`` is what splitting aims for."""
+    """``tile`` keys at a time. ``stages`` of the pipeline: block numbers are fetched before keys, so every
+    two stages put one more tile in flight. ``programs_per_sm`` is what splitting aims for."""
 
     tile: int
     warps: int
@@ -175,12 +176,12 @@ class DecodeConfig:
 def decode_config(k_dim: int, v_dim: int, itemsize: int, device: Device) -> DecodeConfig:
     """Safe on every device: takes stages, then halves the tile, until the tiles in flight fit in shared
     memory."""
-    tile, stages = 64, 3
+    tile, stages = 64, 5
     width = (triton.next_power_of_2(k_dim) + triton.next_power_of_2(v_dim)) * itemsize
     room = device.shared_bytes * 7 // 8  # the rest: queries, weights, reductions
-    while tile * width * stages > room and stages > 2:
-        stages -= 1
-    while tile * width * stages > room and tile > 16:
+    while tile * width * (stages // 2) > room and stages > 3:
+        stages -= 2
+    while tile * width * (stages // 2) > room and tile > 16:
         tile //= 2
     return DecodeConfig(tile, 4, stages, 2)
 

@@ -157,7 +157,8 @@ def _attend(
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """``tile_m`` queries by ``tile_n`` keys at a time; ``stages`` tiles of keys in flight."""
+    """``tile_m`` queries by ``tile_n`` keys at a time; ``stages`` of the pipeline: block numbers are fetched
+    before keys, so every two stages put one more tile of keys in flight."""
 
     tile_m: int
     tile_n: int
@@ -166,23 +167,22 @@ class PrefillConfig:
 
 
 _LARGE = {
-    128: PrefillConfig(128, 64, 8, 3),
-    256: PrefillConfig(128, 64, 8, 2),
+    128: PrefillConfig(128, 64, 8, 5),
+    256: PrefillConfig(128, 64, 8, 3),
 }  # 160 KiB of shared memory, up
-_SMALL = {128: PrefillConfig(64, 64, 4, 2), 256: PrefillConfig(64, 32, 4, 2)}  # 8.9 and 12.x: 99 KiB
+_SMALL = {128: PrefillConfig(64, 64, 4, 3), 256: PrefillConfig(64, 32, 4, 3)}  # 8.9 and 12.x: 99 KiB
 
 
 def prefill_config(k_dim: int, v_dim: int, itemsize: int, device: Device) -> PrefillConfig:
     """By width and shared memory, then fewer stages and smaller tiles until the tiles fit."""
     wide = max(triton.next_power_of_2(k_dim), triton.next_power_of_2(v_dim))
-    table = _LARGE if device.shared_bytes >= 160 << 10 else _SMALL
-    chosen = table[128 if wide <= 128 else 256]
+    chosen = (_LARGE if device.shared_bytes >= 160 << 10 else _SMALL)[128 if wide <= 128 else 256]
     tile_m, tile_n, stages = chosen.tile_m, chosen.tile_n, chosen.stages
     keys = (triton.next_power_of_2(k_dim) + triton.next_power_of_2(v_dim)) * itemsize
     rows = triton.next_power_of_2(k_dim) * itemsize
-    while tile_m * rows + stages * tile_n * keys > device.shared_bytes - 4096:
-        if stages > 2:
-            stages -= 1
+    while tile_m * rows + (stages + 1) // 2 * tile_n * keys > device.shared_bytes - 4096:
+        if stages > 3:
+            stages -= 2
         elif tile_n > 16:
             tile_n //= 2
         elif tile_m > 16:
