@@ -21,7 +21,7 @@ if torch.cuda.is_available():
     from hotrack.kernels.checksum import checksum
     from hotrack.memory.driver import CudaDriver, DriverError
     from hotrack.memory.kept import KeptRange
-    from hotrack.memory.machine import triton_checksum
+    from hotrack.memory.machine import SharedCopy, triton_checksum
     from hotrack.memory.manager import MemoryManager
 
 MIB = 1 << 20
@@ -325,3 +325,26 @@ def test_sleep_takes_milliseconds(member: Member) -> None:
     start = time.perf_counter()
     member.memory.sleep(1)
     assert time.perf_counter() - start < 0.1
+
+
+def test_a_shared_host_copy_is_found_again() -> None:
+    shared = SharedCopy(f"gpu-test-{os.getpid()}", "v1")
+    specs = [TensorSpec(f"l{i}", (5 * MIB + 8 * i,), "uint8") for i in range(9)]
+    first = MemoryManager(DEVICE, chunk_bytes=CHUNK, shared=shared)
+    weights = first.allocate_weights(specs)
+    assert not first.attached
+    for index, spec in enumerate(specs):
+        first.loading(spec.name).fill_(index + 1)
+    first.seal()
+    first.close()
+    second = MemoryManager(DEVICE, chunk_bytes=CHUNK, shared=shared)
+    weights = second.allocate_weights(specs)
+    assert second.attached
+    second.seal()
+    for _ in range(2):
+        assert all(bool((weights[spec.name] == i + 1).all()) for i, spec in enumerate(specs))
+        second.sleep(1)
+        second.wake()
+    second.reload = lambda: None
+    second.sleep(2)  # removes the file
+    second.close()
