@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 from fakes.paged_step import PagedStep, make_step, paged_reference
 from fakes.triton_interpreter import repair
 from hotrack.kernels.base import Ops
+from hotrack.kernels.cuda_ops.ops import CudaOps
 from hotrack.kernels.paged import HeadShape
 from hotrack.kernels.reference import attention as plain
 from hotrack.kernels.reference.norm import NormKernel, rms_norm
@@ -21,7 +22,7 @@ from hotrack.kernels.reference.rope import rope_tables
 from hotrack.kernels.triton import rms_norm as norms
 from hotrack.kernels.triton.attention_decode import DecodeConfig, decode_attention
 from hotrack.kernels.triton.attention_prefill import PrefillConfig, prefill_attention
-from hotrack.kernels.triton.ops import TritonAttention
+from hotrack.kernels.triton.ops import TritonAttention, TritonAttentionPlan
 from hotrack.kernels.triton.rope_cache import rotate_and_cache
 
 repair()
@@ -86,12 +87,12 @@ def test_decode_of_several_tokens(query_lens: list[int], seq_lens: list[int], sp
 OPTIONS = [(None, True), (7, False), (16, True), (1, False), (1000, False)]
 
 
-@pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize(("window", "sinks"), OPTIONS)
+@pytest.mark.parametrize("splits", [1, 3])
 def test_decode_window_and_sinks(window: int | None, sinks: bool, splits: int) -> None:
     """Blocks before the window are NaN: their owner may be another sequence by now."""
-    step = make_step(HeadShape(4, 2, 16), [1] * 3, [1, 16, 60], DEVICE, window=window)
-    logits = random(4, seed=9) if sinks else None
+    step = make_step(HeadShape(4, 1, 16), [1] * 3, [1, 16, 60], DEVICE, window=window)
+    logits = random(step.q.shape[1], seed=9) if sinks else None
     found = decoded(step, splits=splits, window=window, sinks=logits)
     close(found, paged_reference(step, 0.3, window, logits))
 
@@ -129,7 +130,7 @@ def test_widths(kernel, k_dim: int, v_dim: int) -> None:
     ("query_lens", "seq_lens"),
     [([1], [1]), ([16], [16]), ([17, 3, 40], [17, 50, 100]), ([15, 1, 33], [64, 17, 33])],
 )
-@pytest.mark.parametrize("heads", [HeadShape(1, 1, 16), HeadShape(6, 2, 32)])
+@pytest.mark.parametrize("heads", [HeadShape(1, 1, 16), HeadShape(3, 1, 32)])
 def test_prefill(heads: HeadShape, query_lens: list[int], seq_lens: list[int]) -> None:
     step = make_step(heads, query_lens, seq_lens, DEVICE)
     close(prefilled(step), plain.paged_attention(step.q, step.kv, step.batch, 0.3))
@@ -137,8 +138,8 @@ def test_prefill(heads: HeadShape, query_lens: list[int], seq_lens: list[int]) -
 
 @pytest.mark.parametrize(("window", "sinks"), OPTIONS)
 def test_prefill_window_and_sinks(window: int | None, sinks: bool) -> None:
-    step = make_step(HeadShape(4, 2, 16), [18, 5, 50], [18, 60, 90], DEVICE, window=window)
-    logits = random(4, seed=9) if sinks else None
+    step = make_step(HeadShape(2, 1, 16), [18, 5, 35], [18, 40, 60], DEVICE, window=window)
+    logits = random(step.q.shape[1], seed=9) if sinks else None
     close(prefilled(step, window=window, sinks=logits), paged_reference(step, 0.3, window, logits))
 
 
@@ -209,4 +210,25 @@ def test_operations_of_a_step(query_lens: list[int], seq_lens: list[int]) -> Non
         plan = ops.plan_attention(step.batch, heads, torch.float32)
         ops.norm_rotate_and_cache(qkv, heads, weights, cos, sin, step.kv, plan)
         results.append(ops.paged_attention(qkv.view(-1, 8, 32)[:, :4], step.kv, plan, 0.2))
+    close(results[1], results[0])
+
+
+@pytest.mark.parametrize("width", [16, 1024])
+def test_mixed_into_others(width: int) -> None:
+    """What the kernels do not take is left to the next class."""
+
+    class Mixed(TritonAttention, CudaOps):
+        pass
+
+    heads, ops = HeadShape(2, 1, width), Mixed()
+    cos, sin = rope_tables(torch.arange(2, device=DEVICE), random(width // 2).abs(), 1.0, torch.float32)
+    results = []
+    for each in (Ops(), ops):
+        step = make_step(heads, [1, 1], [20, 17], DEVICE)
+        qkv = random(2, 4 * width, seed=3)
+        plan = each.plan_attention(step.batch, heads, torch.float32)
+        assert isinstance(plan, TritonAttentionPlan) == (each is ops and width == 16)
+        each.norm_rotate_and_cache(qkv.clone(), heads, None, cos, sin, step.kv, plan)
+        each.rotate_and_cache(qkv, heads, cos, sin, step.kv, plan)
+        results.append(each.paged_attention(qkv.view(-1, 4, width)[:, :2], step.kv, plan, 0.02))
     close(results[1], results[0])

@@ -68,7 +68,10 @@ class TritonAttention(Ops):
     def rotate_and_cache(
         self, qkv: Tensor, heads: HeadShape, cos: Tensor, sin: Tensor, kv: LayerKV, plan: AttentionPlan
     ) -> None:
-        self.norm_rotate_and_cache(qkv, heads, None, cos, sin, kv, plan)
+        if isinstance(plan, TritonAttentionPlan):
+            self.norm_rotate_and_cache(qkv, heads, None, cos, sin, kv, plan)
+        else:
+            super().rotate_and_cache(qkv, heads, cos, sin, kv, plan)
 
     def paged_attention(
         self,
