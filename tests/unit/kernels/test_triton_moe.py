@@ -11,9 +11,12 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton")
 
 from fakes.triton_interpreter import repair
+from hotrack.core.sampling import SamplingParams
+from hotrack.engine.sampler import Sampler
+from hotrack.engine.sampling_batch import SamplingState
 from hotrack.kernels.reference import moe as reference
 from hotrack.kernels.reference.linear import silu_and_mul as plain_silu
-from hotrack.kernels.triton import moe_grouped, moe_routing
+from hotrack.kernels.triton import gemv, moe_grouped, moe_routing, sampling
 from hotrack.kernels.triton.moe_grouped import Tile
 from hotrack.kernels.triton.silu import silu_and_mul
 
@@ -39,7 +42,10 @@ def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
             shape, torch.nan if dtype.is_floating_point else 1 << 20, dtype=dtype, device=device
         )
 
-    for module in (moe_routing, moe_grouped):
+    if DEVICE == "cpu":  # several blocks in a small vocabulary
+        monkeypatch.setattr(sampling, "_BLOCK", 512)
+        monkeypatch.setattr(sampling, "_PART", 1024)
+    for module in (moe_routing, moe_grouped, gemv, sampling):
         monkeypatch.setattr(module.torch, "empty", empty)
     monkeypatch.setattr(torch, "empty_like", lambda x: empty(*x.shape, dtype=x.dtype, device=x.device))
 
@@ -95,8 +101,7 @@ def test_all_choices_on_one_expert(T: int) -> None:
 
 @pytest.mark.parametrize("T", [1, 2, 3, 20])
 @pytest.mark.parametrize(("D", "I", "k"), [(32, 16, 1), (160, 48, 3), (36, 20, 2)])
-@pytest.mark.parametrize("with_residual", [True, False])
-def test_experts(T: int, D: int, I: int, k: int, with_residual: bool) -> None:  # noqa: E741
+def test_experts(T: int, D: int, I: int, k: int) -> None:  # noqa: E741
     E = 6
     x, gate_up, down = random(T, D), random(E, 2 * I, D, seed=1) / 8, random(E, D, I, seed=2) / 8
     # Experts 0 and 5 get no token.
@@ -104,7 +109,7 @@ def test_experts(T: int, D: int, I: int, k: int, with_residual: bool) -> None:  
         [torch.randperm(4, generator=torch.Generator().manual_seed(t))[:k] + 1 for t in range(T)]
     )
     weights = random(T, k, seed=3).softmax(-1)
-    residual = random(T, D, seed=4) if with_residual else None
+    residual = random(T, D, seed=4) if T % 2 else None
     gate_up[0] = gate_up[5] = down[0] = down[5] = torch.nan
     expected = reference.moe_experts(x, gate_up, down, slots.to(DEVICE), weights)
     found = moe_grouped.moe_experts(x, gate_up, down, slots.to(DEVICE), weights, residual)
@@ -145,3 +150,86 @@ def test_both_ways_agree() -> None:
 def test_silu_and_mul() -> None:
     x = random(3, 140)[:, :134]
     torch.testing.assert_close(silu_and_mul(x), plain_silu(x))
+
+
+@pytest.mark.parametrize("M", [1, 2, 8, 16])
+@pytest.mark.parametrize(("N", "K"), [(48, 256), (37, 132), (1, 16), (600, 96)])
+@pytest.mark.parametrize("extras", [False, True])
+def test_linear_of_few_rows(M: int, N: int, K: int, extras: bool) -> None:
+    x, weight = random(M, K + 4)[:, :K], random(N, K, seed=1)
+    bias, residual = (random(N, seed=2), random(M, N, seed=3)) if extras else (None, None)
+    expected = torch.nn.functional.linear(x.double(), weight.double())
+    if bias is not None and residual is not None:
+        expected = expected + bias + residual
+    close(gemv.linear(x, weight, bias, residual), expected)
+
+
+def test_linear_to_float() -> None:
+    x, weight = random(1, 256, dtype=torch.bfloat16), random(16, 256, seed=1, dtype=torch.bfloat16)
+    found = gemv.linear(x, weight, dtype=torch.float32)
+    assert found.dtype == torch.float32
+    close(found, x.double() @ weight.double().T)
+
+
+def rows_of(params: list[SamplingParams], positions: list[int]) -> sampling.SamplingRows:
+    def column(values: list, dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+    return sampling.SamplingRows(
+        column([p.temperature for p in params], torch.float32),
+        column([p.top_k for p in params], torch.int32), column([p.top_p for p in params], torch.float32),
+        column([p.min_p for p in params], torch.float32), column([p.seed or 0 for p in params], torch.int64),
+        column(positions, torch.int64),
+    )  # fmt: skip
+
+
+PARAMS = [
+    {"temperature": 0.0},
+    {},
+    {"temperature": 0.7, "top_k": 5},
+    {"temperature": 1.3, "top_p": 0.8},
+    {"top_k": 40, "top_p": 0.6},
+    {"min_p": 0.1},
+    {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.02},
+    {"temperature": 1e-5},
+]
+
+
+@pytest.mark.parametrize("V", [300, 2301])
+def test_sampled_tokens_are_those_of_the_engine(V: int) -> None:
+    params = [SamplingParams(seed=row - 3, **given) for row, given in enumerate(PARAMS)]
+    logits = random(len(params), V) * 3
+    logits[3] = logits[3].round()  # many ties
+    positions = [7 * row for row in range(len(params))]
+    state = SamplingState(len(params), V, torch.device(DEVICE))
+    for row, (param, position) in enumerate(zip(params, positions, strict=True)):
+        state.add(row, param, prompt_token_ids=[0], output_token_ids=[0] * position)
+    expected = Sampler()(logits, state.select(range(len(params)))).tokens
+    tokens, logprobs = sampling.sample(logits, rows_of(params, positions))
+    assert tokens.tolist() == expected.tolist()
+    found = logits.log_softmax(-1).gather(1, tokens.long()[:, None])[:, 0]
+    torch.testing.assert_close(logprobs, found, atol=1e-4, rtol=1e-5)
+
+
+def test_rows_that_cannot_be_sampled() -> None:
+    logits = random(4, 50)
+    logits[0, 3], logits[1, 4], logits[2] = torch.nan, torch.inf, -torch.inf
+    for temperature in (0.0, 1.0):
+        params = [SamplingParams(temperature=temperature, seed=1)] * 4
+        tokens, logprobs = sampling.sample(logits, rows_of(params, [0] * 4))
+        assert tokens.tolist()[:3] == [sampling.INVALID_TOKEN] * 3
+        assert logprobs.isnan().tolist() == [True, True, True, False]
+
+
+def test_distribution() -> None:
+    """Chi-square over many draws of one row; 5 degrees of freedom, 99.9 % under 20.5."""
+    draws, logits = (
+        2000 if DEVICE == "cuda" else 300,
+        torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5, -3.0, -torch.inf], device=DEVICE),
+    )
+    params = [SamplingParams(seed=5)] * draws
+    tokens, _ = sampling.sample(logits.expand(draws, -1), rows_of(params, list(range(draws))))
+    found = torch.bincount(tokens.long(), minlength=7).double().cpu()
+    expected = logits.softmax(-1).double().cpu() * draws
+    assert found[6] == 0
+    assert ((found - expected)[:6] ** 2 / expected[:6]).sum() < 20.5

@@ -11,15 +11,15 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("nothing is compiled when interpreting", allow_module_level=True)
 
 from fakes.triton_compile import compile_launch, recorded
-from hotrack.kernels.triton import moe_grouped, moe_routing, silu
+from hotrack.kernels.triton import gemv, moe_grouped, moe_routing, sampling, silu
 from hotrack.kernels.triton.device import Device
 
 DEVICES = {
-    80: Device((8, 0), 163 << 10, 108),
-    89: Device((8, 9), 99 << 10, 128),
-    90: Device((9, 0), 227 << 10, 132),
-    100: Device((10, 0), 227 << 10, 148),
-    120: Device((12, 0), 99 << 10, 170),
+    80: Device(163 << 10, 132),
+    89: Device(99 << 10, 132),
+    90: Device(227 << 10, 132),
+    100: Device(227 << 10, 132),
+    120: Device(99 << 10, 132),
 }
 FAMILIES = [pytest.param(cc, marks=() if cc in (80, 90) else pytest.mark.slow) for cc in DEVICES]
 D, I, E, K = 2048, 768, 128, 8  # noqa: E741
@@ -78,4 +78,27 @@ def test_elementwise_kernels_compile(capability: int) -> None:
         moe_routing.softmax_topk(meta(64, E, dtype=torch.float32), K, True)
         moe_routing.softmax_topk(meta(4096, 512), K, False)
         silu.silu_and_mul(meta(64, 2 * I))
+    check(launches, capability)
+
+
+@pytest.mark.parametrize("capability", FAMILIES)
+def test_linear_compiles(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
+    monkeypatch.setattr(gemv, "device_of", lambda x: DEVICES[capability])
+    for M in (1, 8):
+        for N, width in ((5120, 2048), (2048, 4096), (151_936, 2048)):
+            with recorded(gemv) as launches:
+                gemv.linear(meta(M, width), meta(N, width), residual=meta(M, N) if N == 2048 else None)
+            (ptx,) = check(launches, capability).values()
+            assert ("evict_first.L2::cache_hint.v4" if M == 1 else "cp.async.cg.shared.global") in ptx
+
+
+@pytest.mark.parametrize("capability", FAMILIES)
+def test_sampling_compiles(capability: int) -> None:
+    float32, int64 = torch.float32, torch.int64
+    one = meta(64, dtype=float32)
+    rows = sampling.SamplingRows(
+        one, meta(64, dtype=torch.int32), one, one, meta(64, dtype=int64), meta(64, dtype=int64)
+    )
+    with recorded(sampling) as launches:
+        sampling.sample(meta(64, 151_936, dtype=float32), rows)
     check(launches, capability)

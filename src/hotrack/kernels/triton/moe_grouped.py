@@ -232,9 +232,9 @@ def moe_experts(
 ) -> Tensor:
     """As ``reference.moe.moe_experts``, plus ``residual`` [T, D] if there is one.
 
-    x [T, D] contiguous, gate_up [slots, 2 * I, D], down [slots, D, I] (each expert contiguous), slots int32
-    or int64 [T, k], weights float32 [T, k] -> [T, D]. Products and sums in float32; the hidden vectors, and the
-    outputs of each choice, are rounded to x's dtype. No host synchronisation.
+    x [T, D] contiguous, gate_up [slots, 2 * I, D], down [slots, D, I] (experts contiguous), slots int32
+    or int64 [T, k], weights float32 [T, k] -> [T, D]. Products and sums in float32; the hidden vectors, and
+    the outputs of each choice, are rounded to x's dtype. No host synchronisation.
     """
     if len(x) <= DIRECT_TOKENS:
         return experts_direct(x, gate_up, down, slots, weights, residual)
