@@ -34,7 +34,7 @@ def _part(length, splits, WINDOW: tl.constexpr, MAX_QUERY: tl.constexpr, TILE: t
     return low, part, (length - low + part - 1) // part
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits", "table_stride"])
 def _attend(  # noqa: PLR0915 - one pass, in registers
     q, k, v, tables, query_start, seq_lens, sinks, out, partial, extremes, scale,
     q_token_stride, q_head_stride, k_block_stride, k_head_stride, k_token_stride,

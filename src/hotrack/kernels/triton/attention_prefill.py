@@ -83,7 +83,7 @@ def _keys(  # noqa: C901 - constants choose
     return best, total, value
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+@triton.jit(do_not_specialize=["num_seqs", "table_stride"])
 def _attend(
     q, k, v, tables, query_start, seq_lens, sinks, out, num_seqs, scale,
     q_token_stride, q_head_stride, k_block_stride, k_head_stride, k_token_stride,
