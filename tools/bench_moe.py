@@ -1,6 +1,6 @@
 """Times the MoE, few-row and sampling kernels on one GPU against torch's own; prints JSON.
 
-    python tools/bench_moe.py [--json FILE] [--only decode,prefill,linear,sampling] [--layers 48] [--sweep]
+    python tools/bench_moe.py [--json FILE] [--only decode,prefill,float8,linear,sampling] [--sweep]
 
 Weights are random; every timed call takes another layer's, so that nothing is found in the cache. Decode is
 timed as a replayed graph over all layers, prefill with events. Bytes are those of the experts hit, counted
@@ -119,6 +119,37 @@ def decode(layers: Layers, bandwidth: float) -> list[dict[str, object]]:
     return rows
 
 
+def decode_float8(count: int, bandwidth: float) -> list[dict[str, object]]:
+    """Random float8 weights, scales of one."""
+    rows: list[dict[str, object]] = []
+    shapes = (2 * I, D), (D, I)
+    stacks = [
+        tuple(random(E, *shape).to(torch.float8_e4m3fn) for shape in shapes)
+        + tuple(torch.ones(E, n // 128, m // 128, device=DEVICE) for n, m in shapes)
+        for _ in range(count)
+    ]
+    for tokens in (1, 8, 64):
+        inputs = [(random(tokens, D), random(tokens, E, dtype=torch.float32)) for _ in stacks]
+        hit = statistics.mean(len(x[1].topk(K, -1).indices.unique()) for x in inputs)
+        size = hit * 3 * D * I
+        us = graph_time(
+            [functools.partial(routed_float8, *a, *w) for a, w in zip(inputs, stacks, strict=True)]
+        )
+        rows.append({
+            "what": "decode float8", "tokens": tokens, "experts_hit": round(hit, 1), "us": us,
+            "gb_per_s": size / us / 1e3, "of_copy": size / us / 1e3 / bandwidth,
+        })  # fmt: skip
+        show(rows[-1])
+    return rows
+
+
+def routed_float8(
+    x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, gate_up_scale: Tensor, down_scale: Tensor
+) -> Tensor:
+    ids, weights = moe_routing.softmax_topk(logits, K, True)
+    return moe_grouped.moe_experts(x, gate_up, down, ids, weights, scales=(gate_up_scale, down_scale))
+
+
 def prefill(layers: Layers) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     for T in (1024, 8192, 65536):
@@ -229,7 +260,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, help="also write all numbers here")
-    parser.add_argument("--only", default="decode,prefill,linear,sampling")
+    parser.add_argument("--only", default="decode,prefill,float8,linear,sampling")
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--sweep", action="store_true", help="also try other tiles for decode")
     args = parser.parse_args()
@@ -246,6 +277,8 @@ def main() -> None:
         rows += sweep(layers) if args.sweep else []
         del layers
         torch.cuda.empty_cache()
+    rows += decode_float8(args.layers // 2, bandwidth) if "float8" in wanted else []
+    torch.cuda.empty_cache()
     rows += linear(bandwidth) if "linear" in wanted else []
     rows += sampled() if "sampling" in wanted else []
     found = {"device": device, "torch": torch.__version__, "copy_gb_per_s": bandwidth, "rows": rows}

@@ -65,6 +65,24 @@ def test_all_tokens_on_the_same_experts(T: int, stacks: tuple[Tensor, Tensor]) -
     assert error(found, exact(x, stacks, ids, weights)) < TOLERANCE
 
 
+@pytest.mark.parametrize("T", [1, 8, 64, 300])
+def test_float8(T: int, stacks: tuple[Tensor, Tensor]) -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no float8")
+    narrow, scales, wide = [], [], []
+    for weight in stacks:
+        blocks = weight.float().unflatten(1, (-1, 128)).unflatten(3, (-1, 128))
+        scale = blocks.abs().amax((2, 4)) / 448
+        small = (blocks / scale[:, :, None, :, None]).to(torch.float8_e4m3fn)
+        wide.append((small.float() * scale[:, :, None, :, None]).view(weight.shape))
+        narrow.append(small.view(weight.shape))
+        scales.append(scale)
+    x, ids = random(T, D, seed=T), torch.rand(T, E, device=DEVICE).topk(K).indices
+    weights = torch.rand(T, K, device=DEVICE)
+    found = moe_grouped.moe_experts(x, *narrow, ids, weights, scales=(scales[0], scales[1]))
+    assert error(found, exact(x, (wide[0], wide[1]), ids, weights)) < TOLERANCE
+
+
 def test_a_graph_replays_for_any_routing(stacks: tuple[Tensor, Tensor]) -> None:
     x, logits = random(16, D, seed=1), random(16, E, seed=2, dtype=torch.float32)
 

@@ -147,6 +147,27 @@ def test_both_ways_agree() -> None:
     close(moe_grouped.combine(y, weights), direct)
 
 
+def quantized(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """float8 weight [E, N, K], its scales by 128 x 128, and what both stand for."""
+    blocks = weight.unflatten(1, (-1, 128)).unflatten(3, (-1, 128))
+    scale = blocks.abs().amax((2, 4)) / 448
+    narrow = (blocks / scale[:, :, None, :, None]).to(torch.float8_e4m3fn)
+    wide = (narrow.float() * scale[:, :, None, :, None]).flatten(3).flatten(1, 2)
+    return narrow.flatten(3).flatten(1, 2), scale, wide
+
+
+@pytest.mark.skipif(DEVICE == "cuda" and torch.cuda.get_device_capability() < (8, 9), reason="no float8")
+@pytest.mark.parametrize("T", [1, 5])
+def test_experts_in_float8(T: int) -> None:
+    D, I, E, k = 256, 128, 3, 2  # noqa: E741
+    x, weights = random(T, D), random(T, k, seed=3).softmax(-1)
+    gate_up, down = quantized(random(E, 2 * I, D, seed=1) / 16), quantized(random(E, D, I, seed=2) / 12)
+    slots = torch.stack([torch.randperm(E, generator=torch.Generator().manual_seed(t))[:k] for t in range(T)])
+    slots = slots.to(DEVICE)
+    found = moe_grouped.moe_experts(x, gate_up[0], down[0], slots, weights, scales=(gate_up[1], down[1]))
+    close(found, reference.moe_experts(x, gate_up[2], down[2], slots, weights))
+
+
 def test_silu_and_mul() -> None:
     x = random(3, 140)[:, :134]
     torch.testing.assert_close(silu_and_mul(x), plain_silu(x))

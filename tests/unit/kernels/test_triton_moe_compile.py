@@ -72,6 +72,25 @@ def test_experts_compile(monkeypatch: pytest.MonkeyPatch, capability: int, T: in
         assert "wgmma.mma_async" in built["_gate_up_blocks"]
 
 
+@pytest.mark.parametrize("capability", [cc for cc in DEVICES if cc > 80])
+@pytest.mark.parametrize("T", [1, 8, pytest.param(8192, marks=pytest.mark.slow)])
+def test_float8_experts_compile(monkeypatch: pytest.MonkeyPatch, capability: int, T: int) -> None:
+    monkeypatch.setattr(moe_grouped, "device_of", lambda x: DEVICES[capability])
+    slots, weights = meta(T, K, dtype=torch.int32), meta(T, K, dtype=torch.float32)
+    float8, float32 = torch.float8_e4m3fn, torch.float32
+    scales = meta(E, 12, 16, dtype=float32), meta(E, 16, 6, dtype=float32)
+    with recorded(moe_grouped, moe_routing) as launches:
+        moe_grouped.moe_experts(
+            meta(T, D),
+            meta(E, 2 * I, D, dtype=float8),
+            meta(E, D, I, dtype=float8),
+            slots,
+            weights,
+            scales=scales,
+        )
+    check(launches, capability)
+
+
 @pytest.mark.parametrize("capability", [80, 90])
 def test_elementwise_kernels_compile(capability: int) -> None:
     with recorded(moe_routing, silu) as launches:

@@ -21,6 +21,8 @@ from hotrack.kernels.triton.device import Device, device_of
 from hotrack.kernels.triton.moe_routing import SortedChoices, sort_choices
 
 DIRECT_TOKENS = 2  # beyond, tokens begin to share experts
+SCALE_BLOCK = 128  # rows and columns of a weight that share a scale
+Scales = tuple[Tensor, Tensor]
 _RESERVED = 2 << 10  # shared memory that Triton keeps for itself
 _GROUP = 8  # blocks of choices that pass over the same weights together, while those are in the cache
 
@@ -37,15 +39,19 @@ class Tile:
 
 @triton.jit
 def _gate_up_direct(
-    x, weight, slots, out, weight_stride, D: tl.constexpr, I: tl.constexpr, K: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, weight, scale, slots, out, weight_stride, D: tl.constexpr, I: tl.constexpr, K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     choice = tl.program_id(1)
     channel = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     # x is read once per row, from the cache: spreading one copy over the threads would put a barrier
     # between the weights of one step and those of the next.
     row = x + (choice // K).to(tl.int64) * D + tl.zeros([BLOCK_N, 1], tl.int32)
-    at = weight + tl.load(slots + choice).to(tl.int64) * weight_stride + channel[:, None] * D
+    slot = tl.load(slots + choice).to(tl.int64)
+    at = weight + slot * weight_stride + channel[:, None] * D
+    scale_at = scale
+    if SCALE:
+        scale_at += (slot * 2 * I // SCALE + tl.program_id(0) * BLOCK_N // SCALE) * (D // SCALE)
     gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for first in tl.static_range(0, D, BLOCK_K):
@@ -54,8 +60,12 @@ def _gate_up_direct(
         g = tl.load(at + k, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
         u = tl.load(at + I * D + k, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
         a = tl.load(row + k, mask=inside, other=0.0).to(tl.float32)
-        gate += a * g
-        up += a * u
+        if SCALE:
+            gate += a * g * tl.load(scale_at + first // SCALE)
+            up += a * u * tl.load(scale_at + I // SCALE * (D // SCALE) + first // SCALE)
+        else:
+            gate += a * g
+            up += a * u
     g, u = tl.sum(gate, 1), tl.sum(up, 1)
     hidden = (g * tl.sigmoid(g) * u).to(out.dtype.element_ty)
     tl.store(out + choice.to(tl.int64) * I + channel, hidden, mask=channel < I)
@@ -63,8 +73,9 @@ def _gate_up_direct(
 
 @triton.jit
 def _down_direct(
-    hidden, weight, slots, weights, residual, out, weight_stride, D: tl.constexpr, I: tl.constexpr,
-    K: tl.constexpr, K2: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RESIDUAL: tl.constexpr,
+    hidden, weight, scale, slots, weights, residual, out, weight_stride, D: tl.constexpr, I: tl.constexpr,
+    K: tl.constexpr, K2: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALE: tl.constexpr,
+    RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(1).to(tl.int64)
     line = tl.arange(0, BLOCK_N * K2)  # every choice of every channel
@@ -74,12 +85,19 @@ def _down_direct(
     slot = tl.load(slots + token * K + choice, mask=used, other=0).to(tl.int64)
     at = weight + (slot * weight_stride + channel * I)[:, None]
     row = hidden + ((token * K + choice) * I)[:, None]
+    scale_at = scale
+    if SCALE:
+        scale_at += ((slot * (D // SCALE) + channel // SCALE) * (I // SCALE))[:, None]
     total = tl.zeros([BLOCK_N * K2, BLOCK_K], tl.float32)
     for first in tl.static_range(0, I, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)[None, :]
         inside = used[:, None] & (k < I)
         w = tl.load(at + k, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        total += w * tl.load(row + k, mask=inside, other=0.0).to(tl.float32)
+        a = tl.load(row + k, mask=inside, other=0.0).to(tl.float32)
+        if SCALE:
+            total += w * a * tl.load(scale_at + first // SCALE, mask=used[:, None], other=0.0)
+        else:
+            total += w * a
     share = tl.load(weights + token * K + choice, mask=used, other=0.0)
     value = tl.sum(tl.reshape(tl.sum(total, 1) * share, [BLOCK_N, K2]), 1)
     channel = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -100,9 +118,9 @@ def _block_and_tile(num_blocks, tiles, GROUP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_choices"])
 def _gate_up_blocks(
-    x, weight, order, block_expert, num_blocks, out, num_choices, weight_stride, D, I, tiles,
+    x, weight, scale, order, block_expert, num_blocks, out, num_choices, weight_stride, D, I, tiles,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr, GROUP: tl.constexpr,
+    EVEN_K: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.load(num_blocks)
     if tl.program_id(0) >= blocks * tiles:
@@ -127,17 +145,22 @@ def _gate_up_blocks(
             a = tl.load(a_at + first, mask=is_row & inside[None, :], other=0.0)
             g = tl.load(w_at + first, mask=is_channel & inside[:, None], other=0.0)
             u = tl.load(w_at + I * D + first, mask=is_channel & inside[:, None], other=0.0)
-        gate = tl.dot(a, g, gate, input_precision="ieee")
-        up = tl.dot(a, u, up, input_precision="ieee")
+        if SCALE:
+            at = scale + (expert * (2 * I // SCALE) + tile * BLOCK_N // SCALE) * (D // SCALE) + first // SCALE
+            gate += tl.dot(a, g.to(a.dtype), input_precision="ieee") * tl.load(at)
+            up += tl.dot(a, u.to(a.dtype), input_precision="ieee") * tl.load(at + I // SCALE * (D // SCALE))
+        else:
+            gate = tl.dot(a, g, gate, input_precision="ieee")
+            up = tl.dot(a, u, up, input_precision="ieee")
     hidden = (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty)
     tl.store(out + choice.to(tl.int64)[:, None] * I + channel[None, :], hidden, mask=is_row & is_channel)
 
 
 @triton.jit(do_not_specialize=["num_choices"])
 def _down_blocks(
-    hidden, weight, order, block_expert, num_blocks, out, num_choices, weight_stride, D, I, tiles,
+    hidden, weight, scale, order, block_expert, num_blocks, out, num_choices, weight_stride, D, I, tiles,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
-    GROUP: tl.constexpr,
+    GROUP: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.load(num_blocks)
     if tl.program_id(0) >= blocks * tiles:
@@ -159,7 +182,11 @@ def _down_blocks(
             inside = first + lane < I
             a = tl.load(a_at + first, mask=is_row & inside[None, :], other=0.0)
             w = tl.load(w_at + first, mask=is_channel & inside[:, None], other=0.0)
-        total = tl.dot(a, w, total, input_precision="ieee")
+        if SCALE:
+            at = scale + (expert * (D // SCALE) + tile * BLOCK_N // SCALE) * (I // SCALE) + first // SCALE
+            total += tl.dot(a, w.to(a.dtype), input_precision="ieee") * tl.load(at)
+        else:
+            total = tl.dot(a, w, total, input_precision="ieee")
     place = out + choice.to(tl.int64)[:, None] * D + channel[None, :]
     tl.store(place, total.to(out.dtype.element_ty), mask=is_row & is_channel)
 
@@ -190,14 +217,16 @@ def choose_block_m(choices: int, num_experts: int) -> int:
     return 64 if mean <= 64 else 128
 
 
-def choose_tiles(block_m: int, itemsize: int, device: Device) -> tuple[Tile, Tile]:
-    """(gate and up, down): as many stages in flight as shared memory takes."""
+def choose_tiles(block_m: int, itemsize: int, device: Device, scaled: bool = False) -> tuple[Tile, Tile]:
+    """(gate and up, down): as many stages in flight as shared memory takes. ``itemsize``: of the inputs."""
     if block_m <= 32:
         shapes = (32, 128, 4), (64, 128, 4)
     elif block_m == 64:
         shapes = (64, 64, 4), (128, 64, 4)
     else:
         shapes = (64, 64, 8), (128, 64, 8)
+    if scaled:
+        shapes = (shapes[0][0], SCALE_BLOCK, shapes[0][2]), (shapes[1][0], SCALE_BLOCK, shapes[1][2])
     bytes_each = [
         (block_m + n * parts) * k * itemsize for (n, k, _), parts in zip(shapes, (2, 1), strict=True)
     ]
@@ -210,8 +239,10 @@ def choose_tiles(block_m: int, itemsize: int, device: Device) -> tuple[Tile, Til
     return first, second
 
 
-def choose_direct_tiles(D: int, I: int) -> tuple[Tile, Tile]:
-    """(gate and up, down) of one or two tokens: 16 bytes a thread and load, thousands of programs."""
+def choose_direct_tiles(D: int, I: int, scaled: bool = False) -> tuple[Tile, Tile]:
+    """(gate and up, down) of one or two tokens: 16 bytes a thread and load, hundreds of programs."""
+    if scaled:
+        return Tile(16, SCALE_BLOCK, 4), Tile(4, SCALE_BLOCK, 4)
     return Tile(4, _divisor(D, 1024), 4), Tile(2, _divisor(I, 256), 4)
 
 
@@ -229,19 +260,24 @@ def moe_experts(
     slots: Tensor,
     weights: Tensor,
     residual: Tensor | None = None,
+    scales: Scales | None = None,
 ) -> Tensor:
     """As ``reference.moe.moe_experts``, plus ``residual`` [T, D] if there is one.
 
     x [T, D] contiguous, gate_up [slots, 2 * I, D], down [slots, D, I] (experts contiguous), slots int32
     or int64 [T, k], weights float32 [T, k] -> [T, D]. Products and sums in float32; the hidden vectors, and
     the outputs of each choice, are rounded to x's dtype. No host synchronisation.
+
+    ``scales``: of float8_e4m3fn weights, float32 [slots, 2 * I / 128, D / 128] and [slots, D / 128, I / 128]
+    with D and I multiples of 128; the inputs stay as they are. Needs capability 8.9.
     """
     if len(x) <= DIRECT_TOKENS:
-        return experts_direct(x, gate_up, down, slots, weights, residual)
+        return experts_direct(x, gate_up, down, slots, weights, residual, scales)
     block_m = choose_block_m(slots.numel(), len(gate_up))
     choices = sort_choices(slots, len(gate_up), block_m)
-    tiles = choose_tiles(block_m, x.element_size(), device_of(x))
-    return combine(experts_blocks(x, gate_up, down, choices, slots.shape[1], tiles), weights, residual)
+    tiles = choose_tiles(block_m, x.element_size(), device_of(x), scales is not None)
+    y = experts_blocks(x, gate_up, down, choices, slots.shape[1], tiles, scales)
+    return combine(y, weights, residual)
 
 
 def experts_direct(
@@ -251,6 +287,7 @@ def experts_direct(
     slots: Tensor,
     weights: Tensor,
     residual: Tensor | None = None,
+    scales: Scales | None = None,
     tiles: tuple[Tile, Tile] | None = None,
 ) -> Tensor:
     """:func:`moe_experts` without sorting: the weights are read once per choice. Two launches."""
@@ -259,22 +296,30 @@ def experts_direct(
     out = torch.empty_like(x)
     if T == 0:
         return out
-    first, second = tiles or choose_direct_tiles(D, I)
+    first, second = tiles or choose_direct_tiles(D, I, scales is not None)
+    scale, block = scales or (gate_up, down), 0 if scales is None else SCALE_BLOCK
     slots, weights = slots.contiguous(), weights.contiguous()
     _gate_up_direct[(triton.cdiv(I, first.block_n), T * k)](
-        x, gate_up, slots, hidden, gate_up.stride(0), D=D, I=I, K=k, BLOCK_N=first.block_n,
-        BLOCK_K=first.block_k, num_warps=first.num_warps,
+        x, gate_up, scale[0], slots, hidden, gate_up.stride(0), D=D, I=I, K=k, BLOCK_N=first.block_n,
+        BLOCK_K=first.block_k, SCALE=block, num_warps=first.num_warps,
     )  # fmt: skip
     _down_direct[(triton.cdiv(D, second.block_n), T)](
-        hidden, down, slots, weights, x if residual is None else residual, out, down.stride(0), D=D, I=I, K=k,
+        hidden, down, scale[1], slots, weights, x if residual is None else residual, out, down.stride(0),
+        D=D, I=I, K=k,
         K2=triton.next_power_of_2(k), BLOCK_N=second.block_n, BLOCK_K=second.block_k,
-        RESIDUAL=residual is not None, num_warps=second.num_warps,
+        SCALE=block, RESIDUAL=residual is not None, num_warps=second.num_warps,
     )  # fmt: skip
     return out
 
 
 def experts_blocks(
-    x: Tensor, gate_up: Tensor, down: Tensor, choices: SortedChoices, k: int, tiles: tuple[Tile, Tile]
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    choices: SortedChoices,
+    k: int,
+    tiles: tuple[Tile, Tile],
+    scales: Scales | None = None,
 ) -> Tensor:
     """x [T, D] -> [T * k, D]: the output of every choice, in the order of ``slots``, without its weight."""
     (T, D), I = x.shape, down.shape[2]
@@ -284,17 +329,21 @@ def experts_blocks(
     if n == 0:
         return y
     first, second = tiles
+    scale, block = scales or (gate_up, down), 0 if scales is None else SCALE_BLOCK
     columns = triton.cdiv(I, first.block_n)
     _gate_up_blocks[(choices.max_blocks * columns,)](
-        x, gate_up, choices.order, choices.block_expert, choices.num_blocks, hidden, n, gate_up.stride(0), D,
+        x, gate_up, scale[0], choices.order, choices.block_expert, choices.num_blocks, hidden, n,
+        gate_up.stride(0), D,
         I, columns, K=k, BLOCK_M=block_m, BLOCK_N=first.block_n, BLOCK_K=first.block_k,
-        EVEN_K=D % first.block_k == 0, GROUP=_GROUP, num_warps=first.num_warps, num_stages=first.num_stages,
+        EVEN_K=D % first.block_k == 0, GROUP=_GROUP, SCALE=block, num_warps=first.num_warps,
+        num_stages=first.num_stages,
     )  # fmt: skip
     columns = triton.cdiv(D, second.block_n)
     _down_blocks[(choices.max_blocks * columns,)](
-        hidden, down, choices.order, choices.block_expert, choices.num_blocks, y, n, down.stride(0), D, I,
+        hidden, down, scale[1], choices.order, choices.block_expert, choices.num_blocks, y, n,
+        down.stride(0), D, I,
         columns, BLOCK_M=block_m, BLOCK_N=second.block_n, BLOCK_K=second.block_k,
-        EVEN_K=I % second.block_k == 0, GROUP=_GROUP, num_warps=second.num_warps,
+        EVEN_K=I % second.block_k == 0, GROUP=_GROUP, SCALE=block, num_warps=second.num_warps,
         num_stages=second.num_stages,
     )  # fmt: skip
     return y

@@ -207,7 +207,7 @@ def sample(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
     _scan[(R, parts)](logits, highest, first, mass, V, logits.stride(0), parts, PART=_PART, num_warps=8)
     _choose[(R,)](
         logits, highest, first, mass, rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed,
-        rows.position, tokens, logprobs, V, logits.stride(0), parts, PARTS=max(2, triton.next_power_of_2(parts)),
-        BLOCK=_BLOCK, num_warps=16,
+        rows.position, tokens, logprobs, V, logits.stride(0), parts,
+        PARTS=max(2, triton.next_power_of_2(parts)), BLOCK=_BLOCK, num_warps=16,
     )  # fmt: skip
     return tokens, logprobs
