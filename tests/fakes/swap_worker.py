@@ -38,7 +38,7 @@ class FakeMember:
             self.handles += "leak-on-refusal" in self.behaviours
             return {"ok": False, "code": "checksum_mismatch", "error": "a bit differs"}
         self.asleep = False
-        return {"report": {"map_ms": 1.0, "copy_ms": 2.0, "verify_ms": 0.5}}
+        return {"report": {"bytes_copied": self.missing, "map_ms": 1.0, "copy_ms": 2.0, "verify_ms": 0.5}}
 
     def use(self):
         assert not self.asleep

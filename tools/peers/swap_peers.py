@@ -56,6 +56,9 @@ class PeerMember(SwapMember):
     def landing(self, name: str) -> Tensor:
         return self._by_name[name]
 
+    def landed(self, name: str) -> None:
+        """Written where it stays."""
+
     def ready(self) -> None:
         torch.cuda.synchronize(self.device)
 

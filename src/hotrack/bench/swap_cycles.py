@@ -1,6 +1,7 @@
 """Scenarios of the swap benchmark: one member over many cycles, two that take turns, one per device."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -66,15 +67,15 @@ def cycles(workers: Workers, subject: Subject, options: SwapOptions, report: Rep
     asleep, awake = [], []
     for cycle in range(options.cycles):
         report(f"{subject.name}: cycles", cycle, options.cycles)
-        outcome.add("sleep", worker.call("sleep")["ms"])
+        sleep = worker.call("sleep")
+        outcome.add("sleep", sleep["ms"])
+        _add_phases(outcome, "sleep", sleep, ("quiesce_ms", "copy_ms", "unmap_ms", "total_ms"))
         asleep.append(worker.call("stats"))
         if cycle == 0 and options.is_cuda:
             outcome.bytes["host used"] = available - psutil.virtual_memory().available
         wake = worker.call("wake")
         outcome.add("wake", wake["ms"])
-        for phase in ("map_ms", "copy_ms", "verify_ms"):
-            if phase in wake.get("report", {}):
-                outcome.add(f"wake.{phase}", wake["report"][phase])
+        _add_phases(outcome, "wake", wake, ("map_ms", "copy_ms", "verify_ms", "total_ms"))
         outcome.add("use", worker.call("use")["ms"])
         check(worker, outcome, f"after wake {cycle + 1}")
         awake.append(worker.call("stats"))
@@ -88,6 +89,12 @@ def cycles(workers: Workers, subject: Subject, options: SwapOptions, report: Rep
     outcome.leaks = leaks(asleep, "asleep") + leaks(awake, "awake")
     workers.end(worker)
     return outcome.close()
+
+
+def _add_phases(outcome: Outcome, operation: str, reply: dict[str, Any], phases: Sequence[str]) -> None:
+    for phase in phases:
+        if phase in reply.get("report", {}):
+            outcome.add(f"{operation}.{phase}", reply["report"][phase])
 
 
 def pair(
@@ -145,18 +152,22 @@ def partial_swaps(workers: Workers, subject: Subject, options: SwapOptions, repo
         deficit = max(0, missing[asleep.name] + options.slack_bytes - free)
         start = time.perf_counter()
         missing[awake.name] = awake.call("sleep", nbytes=deficit)["missing_bytes"] if deficit else 0
-        asleep.call("wake")
+        copied = asleep.call("wake")["report"]["bytes_copied"]
         asleep.call("use")
         spent = (time.perf_counter() - start) * 1e3
         if cycle:  # the first wakes a member that had slept completely
             outcome.add("swap", spent)
-            moved.append(missing[asleep.name])
+            moved.append(copied)
         if ballast is None:  # without a device that could be full, count
             free += missing[awake.name] - missing[asleep.name]
         missing[asleep.name] = 0
         check(asleep, outcome, f"after partial swap {cycle}")
         asleep, awake = awake, asleep
-    outcome.bytes |= {"weights": weight_bytes, "moved": max(moved), "deficit": deficit}
+    outcome.bytes |= {
+        "weights": weight_bytes,
+        "moved": max(moved),
+        "deficit": max(0, deficit - options.kv_bytes),
+    }
     for worker in (asleep, awake, ballast):
         if worker is not None:
             workers.end(worker)

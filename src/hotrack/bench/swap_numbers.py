@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from math import sqrt
 from statistics import median
 from typing import Any
 
@@ -29,14 +30,24 @@ class Series:
         return cls(milliseconds[0], median(ordered), ordered[rank], ordered[-1], len(ordered))
 
 
-def slope(values: Sequence[float]) -> float:
-    """Least-squares slope per step; 0 for fewer than two values."""
-    count = len(values)
-    if count < 2:
-        return 0.0
-    mean_x, mean_y = (count - 1) / 2, sum(values) / count
-    above = sum((x - mean_x) * (y - mean_y) for x, y in enumerate(values))
-    return above / sum((x - mean_x) ** 2 for x in range(count))
+@dataclass(frozen=True, slots=True)
+class Slope:
+    """Least squares over equally spaced values: change per step, and its standard error."""
+
+    value: float
+    error: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Slope":
+        """Zero for fewer than three values: two points tell nothing about an error."""
+        count = len(values)
+        if count < 3:
+            return cls(0.0, 0.0)
+        mean_x, mean_y = (count - 1) / 2, sum(values) / count
+        spread = sum((x - mean_x) ** 2 for x in range(count))
+        value = sum((x - mean_x) * (y - mean_y) for x, y in enumerate(values)) / spread
+        rest = sum((y - mean_y - value * (x - mean_x)) ** 2 for x, y in enumerate(values))
+        return cls(value, sqrt(rest / (count - 2) / spread))
 
 
 def changes(values: Sequence[Hashable]) -> int:
@@ -47,12 +58,13 @@ def changes(values: Sequence[Hashable]) -> int:
 @dataclass(frozen=True, slots=True)
 class Leak:
     """One thing that may not grow over the cycles. ``exact``: it must be the same every time (in ``changed``
-    cycles it was not); else it must grow by less than ``limit`` per cycle (None: too few cycles to tell)."""
+    cycles it was not); else it fails when it grows by more than ``limit`` per cycle, by two standard errors
+    (None: too few cycles to tell)."""
 
     what: str
     first: float
     last: float
-    per_cycle: float
+    per_cycle: Slope
     changed: int
     exact: bool
     limit: float | None = None
@@ -61,18 +73,18 @@ class Leak:
     def passed(self) -> bool:
         if self.exact:
             return self.changed == 0
-        return self.limit is None or self.per_cycle < self.limit
+        return self.limit is None or self.per_cycle.value - 2 * self.per_cycle.error < self.limit
 
     @classmethod
     def of(cls, what: str, values: Sequence[float]) -> "Leak":
-        return cls(what, values[0], values[-1], slope(values), changes(values), exact=True)
+        return cls(what, values[0], values[-1], Slope.of(values), changes(values), exact=True)
 
     @classmethod
     def growing(cls, what: str, values: Sequence[float], limit: float) -> "Leak":
         """The slope counts from the second tenth on: at first the interpreter and libraries settle."""
         settled = values[len(values) // 10 :]
         judged = limit if len(values) >= JUDGED_CYCLES else None
-        return cls(what, values[0], values[-1], slope(settled), changes(values), exact=False, limit=judged)
+        return cls(what, values[0], values[-1], Slope.of(settled), changes(values), exact=False, limit=judged)
 
 
 def leaks(states: Sequence[dict[str, Any]], where: str) -> list[Leak]:

@@ -148,7 +148,7 @@ def leak_table(subject: str, leaks: Sequence[Leak]) -> Table:
             leak.what,
             f"{leak.first:.0f}",
             f"{leak.last:.0f}",
-            f"{leak.per_cycle:.1f}",
+            "" if leak.exact else f"{leak.per_cycle.value:.0f} ± {leak.per_cycle.error:.0f}",
             str(leak.changed),
             limit if leak.passed else f"NOT {limit}",
             style="" if leak.passed else "red",

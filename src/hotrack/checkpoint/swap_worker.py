@@ -28,6 +28,7 @@ class ModelMember(SwapMember):
             done = 0
             for spec in specs:
                 checkpoint.stored(spec.name).copy_into(landing(spec.name))
+                self.landed(spec.name)
                 done += spec.nbytes
                 progress(done, total)
             checkpoint.close()

@@ -12,7 +12,7 @@ from torch import Tensor
 from hotrack.core.errors import ConfigError
 from hotrack.core.progress import Progress
 from hotrack.core.tensorspec import TensorSpec
-from hotrack.memory import swap_compat
+from hotrack.memory.graph_pool import GraphPool
 from hotrack.memory.manager import MemoryManager
 from hotrack.memory.store import FileStore
 from hotrack.memory.swap_contents import (
@@ -28,6 +28,9 @@ Landing = Callable[[str], Tensor]
 Load = Callable[[Landing, Progress], None]
 """Writes every weight into the tensor that ``landing(name)`` gives."""
 
+_THREADS = {"cpu": 2, "cuda": 8}
+"""For host copies: on a CPU they move the bytes; on a GPU they only touch and pin, which is slow with few."""
+
 
 class SwapMember:
     """The methods without underscore are the worker's operations; their results are plain data."""
@@ -38,6 +41,7 @@ class SwapMember:
     def __init__(self) -> None:
         self.wanted: list[int] = []
         self.graphs: SwapGraphs | None = None
+        self._pool: GraphPool | None = None
 
     def init(
         self,
@@ -77,6 +81,7 @@ class SwapMember:
         for index, spec in enumerate(specs):
             data = contents.next(spec.nbytes)
             self.landing(spec.name).copy_(data)
+            self.landed(spec.name)
             self.wanted.append(fingerprint(data))
             progress(min(total, (index + 1) * specs[0].nbytes), total)
 
@@ -104,15 +109,15 @@ class SwapMember:
     def allocate(self, specs: Sequence[TensorSpec], kv_bytes: int, options: dict[str, Any]) -> None:
         """``options``: store_dir, chunk_bytes. Sets ``tensors``."""
         directory = options.get("store_dir")
-        arguments: dict[str, Any] = {"store_dir": Path(directory) if directory else None}
-        if self.device.type == "cpu":
-            arguments["make_store"] = self._make_store
-        if "chunk_bytes" in options:
-            arguments["chunk_bytes"] = options["chunk_bytes"]
-        self.manager = MemoryManager(self.device, **arguments)
+        self.manager = MemoryManager(
+            self.device,
+            Path(directory) if directory else None,
+            num_threads=_THREADS[self.device.type],
+            make_store=self._make_store,
+            chunk_bytes=options.get("chunk_bytes"),
+        )
         self.specs = specs
         named = self.manager.allocate_weights(specs)
-        self.named = named
         self.tensors = [named[spec.name] for spec in specs]
         if kv_bytes:
             self.manager.allocate_bytes("kv_cache", kv_bytes)
@@ -123,8 +128,11 @@ class SwapMember:
 
     def landing(self, name: str) -> Tensor:
         """Where the bytes of a weight are to be written before ``ready``."""
-        found: Tensor = swap_compat.loading(self.manager, name, self.named)
-        return found
+        return self.manager.loading(name)
+
+    def landed(self, name: str) -> None:
+        """All bytes of one weight are written."""
+        self.manager.loaded(name)
 
     def ready(self) -> None:
         """All weights are written."""
@@ -136,19 +144,24 @@ class SwapMember:
         Raises:
             ConfigError: graphs cannot sleep here.
         """
-        pool = swap_compat.graph_pool(self.manager)
-        if pool is None:
+        if self.device.type != "cuda":
             raise ConfigError(f"--graphs: there are no graphs on {self.device}; leave the option out")
-        return pool.mempool.id
+        self._pool = GraphPool(self.device)
+        return self._pool.mempool.id
 
     def sleep(self, nbytes: int | None = None) -> dict[str, Any]:
         """Level 1; ``nbytes``: only as much as that."""
-        report = self.manager.sleep(1) if nbytes is None else self.manager.sleep(1, nbytes=nbytes)
+        report = self.manager.sleep(1, nbytes=nbytes)
+        if self._pool is not None and nbytes is None:
+            self._pool.sleep()
         return {"report": asdict(report), "missing_bytes": report.freed_bytes}
 
     def wake(self) -> dict[str, Any]:
         """Everything, verified."""
-        return {"report": asdict(self.manager.wake())}
+        report = self.manager.wake()
+        if self._pool is not None:
+            self._pool.wake()
+        return {"report": asdict(report)}
 
     def corrupt(self) -> dict[str, Any]:
         """Change one bit in the middle of the host copy; the second call changes it back."""
@@ -156,18 +169,20 @@ class SwapMember:
             self._store.flip_bit()
         else:
             name = self.specs[len(self.specs) // 2].name
-            data = swap_compat.loading(self.manager, name, self.named).view(-1).view(torch.uint8)
+            data = self.manager.loading(name).view(-1).view(torch.uint8)
             data[data.numel() // 2] ^= 16
         return {}
 
     def stats(self) -> dict[str, Any]:
         """Everything that a cycle could leak, as the kernel and the driver tell it."""
         cuda = self.device.type == "cuda"
+        pool = self._pool.handles() if self._pool is not None else {}
+        graphs = {f"graph {name}": count for name, count in pool.items()}
         return {
             "rss_bytes": exact_rss_bytes(),
-            "device_bytes": swap_compat.manager_device_bytes(self.manager),
+            "device_bytes": self.manager.device_bytes(),
             "host_bytes": self.manager.store_bytes,
-            "handles": swap_compat.handles(self.manager),
+            "handles": self.manager.handles() | graphs,
             "free_bytes": torch.cuda.mem_get_info(self.device)[0] if cuda else None,
         }
 

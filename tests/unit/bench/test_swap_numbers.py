@@ -2,7 +2,7 @@
 
 import pytest
 
-from hotrack.bench.swap_numbers import JUDGED_CYCLES, Leak, Row, Series, changes, leaks, slope
+from hotrack.bench.swap_numbers import JUDGED_CYCLES, Leak, Row, Series, Slope, changes, leaks
 
 
 def test_series_keeps_the_first_cycle_apart():
@@ -13,10 +13,15 @@ def test_series_keeps_the_first_cycle_apart():
 
 
 def test_slope_is_least_squares_per_step():
-    assert slope([5.0]) == 0.0
-    assert slope([7.0, 7.0, 7.0]) == 0.0
-    assert slope([1.0, 3.0, 5.0, 7.0]) == pytest.approx(2.0)
-    assert slope([0.0, 0.0, 3.0]) == pytest.approx(1.5)
+    assert Slope.of([5.0, 9.0]) == Slope(0.0, 0.0)
+    assert Slope.of([7.0, 7.0, 7.0]) == Slope(0.0, 0.0)
+    straight = Slope.of([1.0, 3.0, 5.0, 7.0])
+    assert straight.value == pytest.approx(2.0)
+    assert straight.error == pytest.approx(0.0)
+    # By hand: mean 1, sum of x*y about the means 3, of x*x 2; residuals 0.5, -1, 0.5.
+    bent = Slope.of([0.0, 0.0, 3.0])
+    assert bent.value == pytest.approx(1.5)
+    assert bent.error == pytest.approx((1.5 / 1 / 2) ** 0.5)
 
 
 def test_changes_counts_differences_from_the_first():
@@ -33,6 +38,8 @@ def test_growth_is_judged_by_slope_after_settling():
     settling = [0.0] * 6 + [50_000.0] * 54
     assert Leak.growing("RSS", settling, 1024.0).passed
     assert not Leak.growing("RSS", [4096.0 * cycle for cycle in range(60)], 1024.0).passed
+    noise = [300_000.0 * (cycle % 7) + 2048.0 * cycle for cycle in range(60)]
+    assert Leak.growing("RSS", noise, 1024.0).passed  # nobody could see that in 60 cycles
     few = Leak.growing("RSS", [4096.0 * cycle for cycle in range(JUDGED_CYCLES - 1)], 1024.0)
     assert few.passed
     assert few.limit is None

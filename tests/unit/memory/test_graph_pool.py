@@ -1,46 +1,16 @@
 import ctypes
-import subprocess
-import sys
-import textwrap
 import threading
 from collections.abc import Iterator
-from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
-import torch
 
 from fakes.cuda_blocks import OUT_OF_MEMORY, PAGE, FakeBlocks
+from fakes.torch_allocator import TorchAllocator
 from hotrack.core.errors import GraphPoolUnavailableError, SleepError, TransitionError, WakeError
 from hotrack.memory import graph_pool
-from hotrack.memory.graph_pool import GraphPool, open_graph_pool
+from hotrack.memory.graph_pool import GraphPool
 
 NOTHING = {"reservations": 0, "handles": 0, "mappings": 0, "bytes": 0, "contexts": 0}
-
-
-class Torch:
-    """Calls the pool's allocator as torch does."""
-
-    def __init__(self, pool: GraphPool) -> None:
-        library = pool._library
-        self._malloc = library[f"hotrack_malloc_{pool._index}"]
-        self._malloc.restype = ctypes.c_void_p
-        self._malloc.argtypes = (ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
-        self._free = library[f"hotrack_free_{pool._index}"]
-        self._free.restype = None
-        self._free.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
-
-    def malloc(self, nbytes: int, device: int = 0) -> int | None:
-        address: int | None = self._malloc(nbytes, device, None)
-        return address
-
-    def must_malloc(self, nbytes: int) -> int:
-        address = self.malloc(nbytes)
-        assert address is not None
-        return address
-
-    def free(self, address: int, nbytes: int = 0) -> None:
-        self._free(address, nbytes, 0, None)
 
 
 @pytest.fixture
@@ -48,7 +18,7 @@ def pool(fake: FakeBlocks) -> Iterator[GraphPool]:
     pool = GraphPool("cuda:0", driver=fake.table, synchronize=lambda: None)
     yield pool
     fake.reset()
-    user = Torch(pool)
+    user = TorchAllocator(pool)
     for address in BLOCKS:
         user.free(address)
     BLOCKS.clear()
@@ -60,11 +30,11 @@ BLOCKS: list[int] = []  # what the test leaves to the fixture
 
 
 @pytest.fixture
-def user(pool: GraphPool) -> Torch:
-    return Torch(pool)
+def user(pool: GraphPool) -> TorchAllocator:
+    return TorchAllocator(pool)
 
 
-def fill(user: Torch, sizes: tuple[int, ...] = (1, PAGE, 3 * PAGE - 5)) -> list[int]:
+def fill(user: TorchAllocator, sizes: tuple[int, ...] = (1, PAGE, 3 * PAGE - 5)) -> list[int]:
     """Blocks with a different byte in each."""
     for value, nbytes in enumerate(sizes, 1):
         BLOCKS.append(user.must_malloc(nbytes))
@@ -77,7 +47,7 @@ def first_bytes(addresses: list[int]) -> list[int]:
 
 
 def test_sleep_gives_everything_back_and_wake_maps_the_same_addresses(
-    fake: FakeBlocks, pool: GraphPool, user: Torch
+    fake: FakeBlocks, pool: GraphPool, user: TorchAllocator
 ) -> None:
     addresses = fill(user)
     assert pool.nbytes == pool.handles()["mapped_bytes"] == 5 * PAGE
@@ -99,7 +69,7 @@ def test_sleep_gives_everything_back_and_wake_maps_the_same_addresses(
 
 
 def test_freed_memory_waits_for_a_moment_when_the_device_is_idle(
-    fake: FakeBlocks, pool: GraphPool, user: Torch
+    fake: FakeBlocks, pool: GraphPool, user: TorchAllocator
 ) -> None:
     first, second, third = fill(user)
     user.free(second)
@@ -114,7 +84,9 @@ def test_freed_memory_waits_for_a_moment_when_the_device_is_idle(
     BLOCKS[:] = [first]
 
 
-def test_freeing_while_asleep_drops_the_reservation(fake: FakeBlocks, pool: GraphPool, user: Torch) -> None:
+def test_freeing_while_asleep_drops_the_reservation(
+    fake: FakeBlocks, pool: GraphPool, user: TorchAllocator
+) -> None:
     first, second, third = fill(user)
     pool.sleep()
     user.free(second)
@@ -141,7 +113,7 @@ def test_freeing_while_asleep_drops_the_reservation(fake: FakeBlocks, pool: Grap
     ],
 )
 def test_malloc_refuses(
-    pool: GraphPool, user: Torch, nbytes: int, device: int, asleep: bool, why: str
+    pool: GraphPool, user: TorchAllocator, nbytes: int, device: int, asleep: bool, why: str
 ) -> None:
     if asleep:
         pool.sleep()
@@ -150,7 +122,7 @@ def test_malloc_refuses(
     assert pool.handles()["blocks"] == 0
 
 
-def test_free_of_a_foreign_pointer_changes_nothing(pool: GraphPool, user: Torch) -> None:
+def test_free_of_a_foreign_pointer_changes_nothing(pool: GraphPool, user: TorchAllocator) -> None:
     [address] = fill(user, (1,))
     user.free(address + 512)
     assert "not a block of this pool" in (pool.last_error("free") or "")
@@ -165,7 +137,7 @@ def test_free_of_a_foreign_pointer_changes_nothing(pool: GraphPool, user: Torch)
     "call", ["cuCtxPushCurrent_v2", "cuMemAddressReserve", "cuMemCreate", "cuMemMap", "cuMemSetAccess"]
 )
 def test_malloc_leaves_nothing_behind_when_the_driver_refuses(
-    fake: FakeBlocks, pool: GraphPool, user: Torch, call: str
+    fake: FakeBlocks, pool: GraphPool, user: TorchAllocator, call: str
 ) -> None:
     fill(user)
     start = fake.counts()
@@ -177,7 +149,7 @@ def test_malloc_leaves_nothing_behind_when_the_driver_refuses(
 
 
 def test_out_of_memory_is_named_and_says_what_a_trim_would_give(
-    fake: FakeBlocks, pool: GraphPool, user: Torch
+    fake: FakeBlocks, pool: GraphPool, user: TorchAllocator
 ) -> None:
     fake.reset(capacity=2 * PAGE)
     [address] = fill(user, (2 * PAGE,))
@@ -194,7 +166,7 @@ def test_out_of_memory_is_named_and_says_what_a_trim_would_give(
 
 @pytest.mark.parametrize("undone", ["cuMemUnmap", "cuMemRelease", "cuMemAddressFree"])
 def test_what_a_failed_malloc_could_not_give_back_goes_with_the_next_trim(
-    fake: FakeBlocks, pool: GraphPool, user: Torch, undone: str
+    fake: FakeBlocks, pool: GraphPool, user: TorchAllocator, undone: str
 ) -> None:
     fake.fail("cuMemSetAccess")
     fake.fail(undone, 2 if undone == "cuMemUnmap" else 1, for_good=True)
@@ -215,7 +187,7 @@ def test_what_a_failed_malloc_could_not_give_back_goes_with_the_next_trim(
     + [(call, nth) for call in ("cuMemUnmap", "cuMemRelease", "cuMemAddressFree") for nth in (1, 2)],
 )
 def test_freed_memory_that_the_driver_keeps_can_be_given_back_later(
-    fake: FakeBlocks, pool: GraphPool, user: Torch, call: str, nth: int, move: str
+    fake: FakeBlocks, pool: GraphPool, user: TorchAllocator, call: str, nth: int, move: str
 ) -> None:
     addresses = fill(user)
     for address in addresses[1:]:
@@ -234,7 +206,7 @@ def test_freed_memory_that_the_driver_keeps_can_be_given_back_later(
 @pytest.mark.parametrize("nth", [1, 2, 3])
 @pytest.mark.parametrize("call", ["cuMemUnmap", "cuMemRelease"])
 def test_a_sleep_that_fails_is_undone(
-    fake: FakeBlocks, pool: GraphPool, user: Torch, call: str, nth: int
+    fake: FakeBlocks, pool: GraphPool, user: TorchAllocator, call: str, nth: int
 ) -> None:
     addresses = fill(user)
     start = fake.counts()
@@ -255,7 +227,7 @@ def test_a_sleep_that_fails_is_undone(
 @pytest.mark.parametrize("nth", [1, 2, 3])
 @pytest.mark.parametrize("call", ["cuMemCreate", "cuMemMap", "cuMemSetAccess"])
 def test_a_wake_that_fails_is_undone(
-    fake: FakeBlocks, pool: GraphPool, user: Torch, call: str, nth: int
+    fake: FakeBlocks, pool: GraphPool, user: TorchAllocator, call: str, nth: int
 ) -> None:
     addresses = fill(user)
     pool.sleep()
@@ -270,7 +242,7 @@ def test_a_wake_that_fails_is_undone(
         ctypes.memset(address, 9, PAGE)
 
 
-def test_wake_with_half_the_memory_taken(fake: FakeBlocks, pool: GraphPool, user: Torch) -> None:
+def test_wake_with_half_the_memory_taken(fake: FakeBlocks, pool: GraphPool, user: TorchAllocator) -> None:
     fill(user)
     pool.sleep()
     fake.reset(capacity=3 * PAGE)
@@ -293,7 +265,7 @@ def test_wake_with_half_the_memory_taken(fake: FakeBlocks, pool: GraphPool, user
 )
 def test_a_failure_that_cannot_be_undone_is_final(fake: FakeBlocks, move: str, first: str, undo: str) -> None:
     pool = GraphPool("cuda:0", driver=fake.table, synchronize=lambda: None)
-    user = Torch(pool)
+    user = TorchAllocator(pool)
     fill(user, (PAGE, PAGE, PAGE))
     BLOCKS.clear()
     if move == "wake":
@@ -321,7 +293,7 @@ def test_a_pool_that_cannot_be_opened_says_why_and_what_to_do(fake: FakeBlocks) 
 
 
 def test_refills_run_in_order_and_a_failing_one_puts_the_pool_back_to_sleep(
-    fake: FakeBlocks, pool: GraphPool, user: Torch
+    fake: FakeBlocks, pool: GraphPool, user: TorchAllocator
 ) -> None:
     [address] = fill(user, (PAGE,))
     order: list[str] = []
@@ -348,7 +320,7 @@ def test_refills_run_in_order_and_a_failing_one_puts_the_pool_back_to_sleep(
 
 
 def test_torch_allocates_and_frees_on_eight_threads_beside_sleep_and_wake(
-    fake: FakeBlocks, pool: GraphPool, user: Torch
+    fake: FakeBlocks, pool: GraphPool, user: TorchAllocator
 ) -> None:
     stop = threading.Event()
     kept: list[list[int]] = [[] for _ in range(8)]
@@ -387,16 +359,16 @@ def test_torch_allocates_and_frees_on_eight_threads_beside_sleep_and_wake(
 
 
 def test_pools_do_not_share_blocks_and_a_slot_is_used_again(
-    fake: FakeBlocks, pool: GraphPool, user: Torch
+    fake: FakeBlocks, pool: GraphPool, user: TorchAllocator
 ) -> None:
     fill(user)
     others = [GraphPool("cuda:1", driver=fake.table, synchronize=lambda: None) for _ in range(3)]
-    address = Torch(others[0]).malloc(PAGE, device=1)
+    address = TorchAllocator(others[0]).malloc(PAGE, device=1)
     assert address is not None
     assert others[0].sleep() == PAGE
     assert pool.mapped
     assert not others[0].close()
-    Torch(others[0]).free(address)
+    TorchAllocator(others[0]).free(address)
     assert all(other.close() for other in others)
     again = GraphPool("cuda:0", driver=fake.table, synchronize=lambda: None)
     assert again._index == others[0]._index
@@ -404,30 +376,8 @@ def test_pools_do_not_share_blocks_and_a_slot_is_used_again(
     assert again.close()
 
 
-def test_a_process_can_have_only_so_many_pools(fake: FakeBlocks) -> None:
-    pools: list[GraphPool] = []
-
-    def open_another() -> None:
-        for _ in range(17):
-            pools.append(GraphPool("cuda:0", driver=fake.table, synchronize=lambda: None))
-
-    with pytest.raises(GraphPoolUnavailableError, match="too many"):
-        open_another()
-    assert all(pool.close() for pool in pools)
-
-
-def test_without_a_compiler_the_reason_has_a_remedy(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fake: FakeBlocks
-) -> None:
-    monkeypatch.setenv("HOTRACK_CACHE", str(tmp_path))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CC", raising=False)
-    with pytest.raises(GraphPoolUnavailableError, match=r"C compiler.*install gcc.*counts as residue"):
-        GraphPool("cuda:0", driver=fake.table)
-
-
 def test_out_of_memory_in_a_wake_names_who_holds_the_memory(
-    monkeypatch: pytest.MonkeyPatch, fake: FakeBlocks, pool: GraphPool, user: Torch
+    monkeypatch: pytest.MonkeyPatch, fake: FakeBlocks, pool: GraphPool, user: TorchAllocator
 ) -> None:
     monkeypatch.setattr(graph_pool, "describe_holders", lambda device: f"held by trainer (pid 7) on {device}")
     fill(user)
@@ -438,73 +388,3 @@ def test_out_of_memory_in_a_wake_names_who_holds_the_memory(
     fake.fail("cuMemCreate")
     with pytest.raises(WakeError, match=r"CUDA_ERROR_INVALID_VALUE$"):
         pool.wake()
-
-
-def test_a_graph_pool_that_cannot_be_had_is_a_line_in_the_log(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, fake: FakeBlocks
-) -> None:
-    monkeypatch.setattr(graph_pool, "driver_table", lambda: fake.table)
-    fake.fail("cuDeviceGet")
-    assert open_graph_pool(torch.device("cuda:0")) is None
-    assert "stays on the device in every sleep: graph pool on cuda:0: cuDeviceGet" in caplog.text
-
-
-def test_torch_that_does_not_come_for_memory_is_noticed(
-    monkeypatch: pytest.MonkeyPatch, fake: FakeBlocks
-) -> None:
-    class Elsewhere:
-        def __init__(self, _allocator: object = None) -> None:
-            pass
-
-    def refuses(_allocator: object = None) -> Elsewhere:
-        raise RuntimeError("MemPool doesn't currently support expandable_segments.\nC++ frames")
-
-    pool = GraphPool("cuda:0", driver=fake.table, synchronize=lambda: None)
-    monkeypatch.setitem(vars(pool), "allocator", None)
-    monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
-    monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda _pool: nullcontext())
-    empty = torch.empty(1)
-    monkeypatch.setattr(torch, "empty", lambda *_args, **_options: empty)
-    for mempool, why in ((Elsewhere, "did not ask for it"), (refuses, r"expandable_segments\. Take exp")):
-        monkeypatch.setattr(torch.cuda, "MemPool", mempool)
-        with pytest.raises(GraphPoolUnavailableError, match=rf"{why}.*PYTORCH_ALLOC_CONF"):
-            _ = pool.mempool
-    assert pool.close()
-
-
-def test_without_a_driver_the_reason_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(_name: str) -> ctypes.CDLL:
-        raise OSError("libcuda.so.1: no such file")
-
-    monkeypatch.setattr(graph_pool.ctypes, "CDLL", missing)
-    with pytest.raises(GraphPoolUnavailableError, match=r"no usable NVIDIA driver: libcuda.*residue"):
-        graph_pool.driver_table.__wrapped__()
-
-
-def test_the_interpreter_may_end_with_blocks_alive_and_a_fork_touches_nothing(fake: FakeBlocks) -> None:
-    script = """
-        import os, sys
-        sys.path[:0] = sys.argv[1].split(":")
-        from fakes.cuda_blocks import PAGE, FakeBlocks
-        from hotrack.memory.graph_pool import GraphPool
-        from test_graph_pool import Torch
-        fake = FakeBlocks()
-        fake.reset()
-        pool = GraphPool("cuda:0", driver=fake.table, synchronize=lambda: None)
-        user = Torch(pool)
-        address = user.must_malloc(PAGE)
-        child = os.fork()
-        if child == 0:
-            user.free(address)
-            os._exit(10 + (user.malloc(PAGE) is None) + pool.handles()["freed_bytes"])
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 11
-        assert pool.sleep() == PAGE
-        class Late:
-            def __del__(self):
-                user.free(address)
-        sys.late = Late()
-    """
-    folders = f"{Path(__file__).parents[2]}:{Path(__file__).parent}"
-    subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(script), folders], check=True, timeout=60
-    )
