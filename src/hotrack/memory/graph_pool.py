@@ -280,7 +280,9 @@ class GraphPool:
         return nbytes
 
     def close(self) -> bool:
-        """Give everything back; False if torch still holds blocks, because graphs are alive."""
+        """Give everything back; False if torch still holds blocks, because graphs are alive: try again then.
+        Refills are forgotten, since what they write to may live here."""
+        self._refills.clear()
         mempool = self.__dict__.get("mempool")
         if mempool is not None and mempool.use_count() > 1:
             return False

@@ -86,7 +86,7 @@ class StreamedMover:
         return tensor_at(_pinned(store).view(0, store.nbytes), region.placement(name))
 
     def loaded(self, region: Region, store: HostStore | None, name: str) -> None:
-        if store is None:
+        if store is None or name not in self._asked.get(region, ()):  # the device's bytes are the right ones
             return
         complete = self._complete.setdefault(region, set())
         complete.add(name)

@@ -54,8 +54,8 @@ class CudaEngine:
             target = self.memory.loading(spec.name) if spec.name != "norm" else self.weights["norm"]
             if target.numel():
                 raw(target).random_(0, 256, generator=generator)
-            if spec.name in ("embed", "big"):
-                self.memory.loaded(spec.name)
+            if spec.name in ("embed", "big", "norm"):
+                self.memory.loaded(spec.name)  # of "norm" nobody asked where to write it
 
     def check_weights(self) -> None:
         for name, wanted in self.expected.items():
