@@ -113,7 +113,8 @@ def floor_line(link: Link) -> str:
 def table(found: Sequence[Row]) -> Table:
     drawn = Table(title="sleep, wake and swap", caption="floor: plain copies of the same bytes, in this run")
     for column in ("", "who", "first", "median", "p95", "x floor", "bar", "note"):
-        drawn.add_column(column, justify="left" if column in ("", "who", "note") else "right")
+        left = column in ("", "who", "note")
+        drawn.add_column(column, justify="left" if left else "right", no_wrap=left)
     last = None
     for row in found:
         style = {True: "green", False: "red", None: ""}[row.passed]
@@ -139,10 +140,16 @@ def _number(value: float | None, unit: str) -> str:
 
 
 def leak_table(subject: str, leaks: Sequence[Leak]) -> Table:
-    drawn = Table(title=f"{subject}: what must not change from cycle to cycle")
+    """What stayed equal is a line; what grew or may not be judged exactly is a row."""
+    equal = [leak.what for leak in leaks if leak.exact and leak.passed]
+    caption = f"the same in every cycle: {', '.join(equal)}" if equal else None
+    drawn = Table(title=f"{subject}: what must not change from cycle to cycle", caption=caption)
     for column in ("what", "first", "last", "per cycle", "cycles that differ", ""):
-        drawn.add_column(column, justify="left" if column in ("what", "") else "right")
+        left = column in ("what", "")
+        drawn.add_column(column, justify="left" if left else "right", no_wrap=left)
     for leak in leaks:
+        if leak.what in equal:
+            continue
         limit = _limit(leak)
         drawn.add_row(
             leak.what,

@@ -1,6 +1,7 @@
 """`hotrack bench swap`: sleep and wake against the link, and against other ways to do it."""
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,8 @@ import typer
 from hotrack.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from hotrack.bench.swap import SwapResult
     from hotrack.bench.swap_options import Report
 
@@ -113,6 +116,8 @@ def _show(result: "SwapResult", *, json_output: bool, out: Path | None, plot: Pa
         print(json.dumps(payload, indent=1))
         return
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)  # a log has no width of its own
     for drawing in swap_table.drawings(result, found):
         console.print(drawing)
     machine = payload["machine"]
@@ -124,14 +129,31 @@ def _progress() -> Iterator["Report"]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _line_per_step(console)
+        return
     columns: list[Any] = [TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()]
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("starting")
 
         def report(what: str, done: int, total: int) -> None:
             bar.update(task, description=what, completed=done, total=total)
 
         yield report
+
+
+def _line_per_step(console: "Console") -> "Report":
+    """For logs: what has begun, and after how many seconds."""
+    start, last = time.monotonic(), ""
+
+    def report(what: str, _done: int, _total: int) -> None:
+        nonlocal last
+        if what != last:
+            console.print(f"{time.monotonic() - start:6.1f} s  {what}", highlight=False)
+            last = what
+
+    return report
 
 
 def _device(device: str) -> str:
