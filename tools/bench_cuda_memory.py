@@ -20,7 +20,7 @@ import torch
 from hotrack.core.tensorspec import TensorSpec
 from hotrack.memory.driver import CudaDriver
 from hotrack.memory.host_memory import HostMemory
-from hotrack.memory.machine import triton_checksum
+from hotrack.memory.machine import TritonKernels
 from hotrack.memory.manager import MemoryManager
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -96,7 +96,7 @@ def checksum_speed(device: torch.device, nbytes: int, repeats: int) -> dict[str,
     data = torch.empty(nbytes, dtype=torch.uint8, device=device)
     data.view(torch.int64).random_()
     slots = torch.zeros(1, dtype=torch.int64, device=device)
-    add = triton_checksum(device)
+    add = TritonKernels(device).checksum
     stream = torch.cuda.current_stream(device).cuda_stream
 
     def run() -> None:

@@ -307,7 +307,7 @@ class FakeDriver:
         return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)
 
     def checksum(self, stream: int, data: Tensor, slots: Tensor, slot: int) -> None:
-        """The ``Checksum`` of a ``StreamedMover``."""
+        """One of the ``DeviceKernels`` of a ``StreamedMover``."""
 
         def add() -> None:
             self._check_device(data.data_ptr(), data.numel())
@@ -315,3 +315,10 @@ class FakeDriver:
             slots[slot] += found - (1 << 64) if found >> 63 else found
 
         self.launch(stream, add)
+
+    def pull(self, stream: int, target: Tensor, source: Tensor) -> None:
+        """The other."""
+        address, host, nbytes = target.data_ptr(), source.data_ptr(), target.numel()
+        self._check_host(host, nbytes)
+        self.copied.append(("pulled", nbytes))
+        self.launch(stream, lambda: self._move(address, host, nbytes, address))

@@ -37,7 +37,7 @@ def fake_machine(
     def make_store(region: Region) -> PinnedStore:
         return make_pinned_store(driver, 2, shared, region, directory)
 
-    mover = StreamedMover(driver, make_store, driver.checksum, current_stream, driver.view)
+    mover = StreamedMover(driver, make_store, driver, current_stream, driver.view)
     return Machine(
         backend,
         mover,

@@ -21,7 +21,7 @@ if torch.cuda.is_available():
     from hotrack.kernels.checksum import checksum
     from hotrack.memory.driver import CudaDriver, DriverError
     from hotrack.memory.kept import KeptRange
-    from hotrack.memory.machine import SharedCopy, triton_checksum
+    from hotrack.memory.machine import SharedCopy, TritonKernels
     from hotrack.memory.manager import MemoryManager
 
 MIB = 1 << 20
@@ -75,11 +75,20 @@ def free() -> int:
 def test_triton_checksum_is_the_twin(nbytes: int) -> None:
     data = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=DEVICE)
     slots = torch.zeros(3, dtype=torch.int64, device=DEVICE)
-    add = triton_checksum(DEVICE)
+    add = TritonKernels(DEVICE).checksum
     add(torch.cuda.current_stream().cuda_stream, data, slots, 1)
     found = [value % (1 << 64) for value in slots.tolist()]
     assert found == [0, checksum(data.cpu()), 0]
     assert checksum(data) == found[1]
+
+
+@pytest.mark.parametrize("nbytes", [8, 8 * 1023, 3 * MIB + 8, 40 * MIB])
+def test_a_kernel_pulls_what_is_pinned(nbytes: int) -> None:
+    source = torch.randint(0, 256, (nbytes + 64,), dtype=torch.uint8).pin_memory()[64:]
+    target = torch.zeros(nbytes + 64, dtype=torch.uint8, device=DEVICE)
+    TritonKernels(DEVICE).pull(torch.cuda.current_stream().cuda_stream, target[:nbytes], source)
+    assert torch.equal(target[:nbytes].cpu(), source)
+    assert not target[nbytes:].any()
 
 
 def test_checksum_sees_flips_and_exchanges() -> None:

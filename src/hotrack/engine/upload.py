@@ -1,13 +1,14 @@
 """How a step's numbers reach the device, and its results the host, without anyone waiting in between."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from hotrack.memory.cuda_backend import device_view
 
 Numbers = NDArray[np.int32] | NDArray[np.int64]
 STAGES = 3  # steps whose upload may not have run yet
@@ -26,14 +27,19 @@ class SharedUpload:
         return [torch.from_numpy(array) for array in arrays]
 
 
-@dataclass(slots=True)
 class _Stage:
-    pinned: Tensor
-    copied: torch.cuda.Event
+    """Pinned memory and ``seen``, the same memory as a tensor on the device."""
+
+    def __init__(self, total: int, device: torch.device) -> None:
+        self.pinned = torch.empty(max(4096, 2 * total), dtype=torch.int32, pin_memory=True)
+        nbytes = self.pinned.nbytes
+        self.seen = device_view(self.pinned.data_ptr(), nbytes, device).view(torch.int32)
+        self.read = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
 class PinnedUpload:
-    """To a GPU: everything in one pinned int32 buffer, one asynchronous copy, one kernel that widens it."""
+    """To a GPU: everything in one pinned int32 buffer that a kernel reads and widens. A copy would stand in
+    the copy engine's queue behind whatever is there, and a wake puts gigabytes there."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -47,26 +53,21 @@ class PinnedUpload:
         for array in arrays:
             staged[start : start + array.size] = array.reshape(-1)
             start += array.size
-        narrow = stage.pinned[:total].to(self.device, non_blocking=True)
-        stage.copied.record(torch.cuda.current_stream(self.device))
-        wide = narrow.long()
-        return _cut(arrays, narrow, wide)
+        wide = stage.seen[:total].long()
+        stage.read.record(torch.cuda.current_stream(self.device))
+        return _cut(arrays, wide.int(), wide)
 
     def _stage(self, total: int) -> _Stage:
-        """A buffer for ``total`` numbers that no copy reads any more."""
+        """A buffer for ``total`` numbers that nobody reads any more."""
         if len(self._stages) < STAGES:
-            self._stages.append(_Stage(_pinned(total), torch.cuda.Event()))  # type: ignore[no-untyped-call]
+            self._stages.append(_Stage(total, self.device))
             return self._stages[-1]
         self._turn = (self._turn + 1) % STAGES
         stage = self._stages[self._turn]
-        stage.copied.synchronize()  # the copy of STAGES steps ago: long done
+        stage.read.synchronize()  # by the step of STAGES steps ago: long done
         if stage.pinned.numel() < total:
-            stage.pinned = _pinned(total)
+            stage = self._stages[self._turn] = _Stage(total, self.device)
         return stage
-
-
-def _pinned(total: int) -> Tensor:
-    return torch.empty(max(4096, 2 * total), dtype=torch.int32, pin_memory=True)
 
 
 def _cut(arrays: Sequence[Numbers], narrow: Tensor, wide: Tensor) -> list[Tensor]:

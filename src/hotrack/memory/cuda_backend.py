@@ -65,8 +65,7 @@ class CudaBackend:
         return self.driver.mem_get_info()[0]
 
     def view(self, address: int, nbytes: int) -> Tensor:
-        """The range must be mapped now (torch asks the driver which device it is on) but need not stay so."""
-        return torch.as_tensor(_DeviceMemory(address, nbytes), device=self.device)
+        return device_view(address, nbytes, self.device)
 
     @property
     def num_handles(self) -> int:
@@ -76,6 +75,12 @@ class CudaBackend:
         handle, size = self._handles[address]
         assert size == nbytes, f"{address:#x} holds {size} bytes, not {nbytes}"
         return handle
+
+
+def device_view(address: int, nbytes: int, device: torch.device) -> Tensor:
+    """uint8 [nbytes] on ``device`` over memory that it can reach: its own or pinned memory of the host. The
+    range must be there now (torch asks the driver whose it is) but need not stay. Keeps nothing alive."""
+    return torch.as_tensor(_DeviceMemory(address, nbytes), device=device)
 
 
 class _DeviceMemory:

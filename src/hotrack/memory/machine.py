@@ -79,7 +79,7 @@ def cuda_machine(
         mover = StreamedMover(
             driver,
             pinned,
-            triton_checksum(target),
+            TritonKernels(target),
             lambda: int(torch.cuda.current_stream(target).cuda_stream),
             backend.view,
         )
@@ -118,22 +118,27 @@ def _ordinal(device: torch.device) -> int:
     return ordinal
 
 
-class _TritonChecksum:
+class TritonKernels:
+    """The ``DeviceKernels`` of ``StreamedMover``."""
+
     def __init__(self, device: torch.device) -> None:
         # Triton is there only with a CUDA build of torch.
         self._add = importlib.import_module("hotrack.kernels.triton_ops.checksum").add_checksum
+        self._pull = importlib.import_module("hotrack.kernels.triton_ops.pull").pull
         self._device = device
         self._streams: dict[int, torch.cuda.ExternalStream] = {}
 
-    def __call__(self, stream: int, data: Tensor, slots: Tensor, slot: int) -> None:
+    def checksum(self, stream: int, data: Tensor, slots: Tensor, slot: int) -> None:
+        with torch.cuda.stream(self._stream(stream)):
+            self._add(data.view(torch.int64), slots[slot : slot + 1])
+
+    def pull(self, stream: int, target: Tensor, source: Tensor) -> None:
+        with torch.cuda.stream(self._stream(stream)):
+            self._pull(target.view(torch.int64), source.view(torch.int64))
+
+    def _stream(self, stream: int) -> torch.cuda.ExternalStream:
         if stream not in self._streams:
             self._streams[stream] = torch.cuda.ExternalStream(  # type: ignore[no-untyped-call]
                 stream, device=self._device
             )
-        with torch.cuda.stream(self._streams[stream]):
-            self._add(data.view(torch.int64), slots[slot : slot + 1])
-
-
-def triton_checksum(device: torch.device) -> _TritonChecksum:
-    """The checksum of ``StreamedMover`` as a Triton kernel."""
-    return _TritonChecksum(device)
+        return self._streams[stream]

@@ -16,12 +16,20 @@ from hotrack.memory.store import HostStore, StoreCorruptError
 from hotrack.memory.transfer import ChunkError, HostBuffer, Timings, make_accessible
 
 MAX_CHUNKS = 1 << 15  # in one transition; a digest is 8 bytes
+PULLED_SHARE = 0.2
+"""The first bytes of a wake. After another member gave memory back, the driver clears it with the copy
+engines: copies run at half their speed for as long as a fifth of a wake of as many bytes takes, and kernels
+that read pinned memory at 0.92 of a copy's, whether the engines are busy or not (H200; docs/log.md)."""
 
 
-class Checksum(Protocol):
-    def __call__(self, stream: int, data: Tensor, slots: Tensor, slot: int) -> None:
+class DeviceKernels(Protocol):
+    def checksum(self, stream: int, data: Tensor, slots: Tensor, slot: int) -> None:
         """Queue on ``stream``: add the checksum of ``data``, uint8 [n] on the device, to ``slots[slot]``
         (int64)."""
+
+    def pull(self, stream: int, target: Tensor, source: Tensor) -> None:
+        """Queue on ``stream``: copy ``source``, uint8 [n] in pinned memory, to ``target`` on the device,
+        without a copy engine; n % 8 == 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +57,13 @@ class StreamedMover:
         self,
         driver: Driver,
         make_store: Callable[[Region], PinnedStore],
-        checksum: Checksum,
+        kernels: DeviceKernels,
         current_stream: Callable[[], int],
         view: Callable[[int, int], Tensor],
     ) -> None:
         self._driver = driver
         self._make_store = make_store
-        self._checksum = checksum
+        self._kernels = kernels
         self._current_stream = current_stream
         self._copies, self._checks, self._zeros = (driver.stream_create() for _ in range(3))
         self._events: list[int] = []
@@ -147,12 +155,15 @@ class StreamedMover:
 
     def restore(self, part: Part, store: HostStore, spent: Timings) -> Generator[list[str], None, None]:
         region, slots = part.region, {}
+        nbytes = sum(region.chunks[index][1] for index in part.indices)
+        to_pull = 0 if self._queue else round(PULLED_SHARE * nbytes)
         for index in part.indices:
             start = time.perf_counter()
             make_accessible(region, index)
             spent.map_s += time.perf_counter() - start
             slots[index] = len(self._queue)
-            self._enqueue(region, index, _pinned(store), "copying", record=False)
+            action = "copying" if spent.copied_bytes >= to_pull else "pulling"
+            self._enqueue(region, index, _pinned(store), action, record=False)
             spent.copied_bytes += region.chunks[index][1]
         for placement in region.plan.placements:
             name = placement.spec.name
@@ -166,11 +177,13 @@ class StreamedMover:
         self._enqueue(region, index, store, "uploading", record=True)
 
     def _enqueue(self, region: Region, index: int, store: PinnedStore, action: str, *, record: bool) -> None:
-        """Queue the copy of a mapped chunk (from the device if ``saving``) and its checksum."""
+        """Queue the copy of a mapped chunk and its checksum. ``action``: what an error says was going on;
+        "saving" copies from the device, "pulling" lets a kernel copy."""
         assert len(self._queue) < MAX_CHUNKS, f"more than {MAX_CHUNKS} chunks in one transition"
         slot, driver = len(self._queue), self._driver
         offset, nbytes = region.chunks[index]
         address, host = region.chunk_address(index), store.address + offset
+        data = region.bytes_view[offset : offset + nbytes]
         try:
             if slot == 0:
                 self._started = time.perf_counter()
@@ -181,11 +194,13 @@ class StreamedMover:
             self._queue.append(_Queued(region, index, store, record))
             if action == "saving":
                 driver.copy_to_host(host, address, nbytes, self._copies)
+            elif action == "pulling":
+                self._kernels.pull(self._copies, data, store.view(offset, nbytes))
             else:
                 driver.copy_to_device(address, host, nbytes, self._copies)
             driver.event_record(self._events[slot], self._copies)
             driver.stream_wait_event(self._checks, self._events[slot])
-            self._checksum(self._checks, region.bytes_view[offset : offset + nbytes], self._digests, slot)
+            self._kernels.checksum(self._checks, data, self._digests, slot)
         except DriverError as error:
             raise ChunkError(region, index, action, error) from error
 

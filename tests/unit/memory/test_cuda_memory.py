@@ -1,5 +1,6 @@
 """The CUDA path on a fake driver: bytes, counts, and a fault at every call."""
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -137,6 +138,20 @@ def test_padding_and_tensors_across_chunks() -> None:
         memory.sleep()
         memory.wake()
     memory.close()
+
+
+def test_the_first_fifth_of_a_wake_is_pulled(engine: CudaEngine) -> None:
+    engine.memory.sleep(1)
+    engine.driver.copied.clear()
+    engine.memory.wake()
+    engine.check_awake(kv=0)
+    ways = [way for way, _ in engine.driver.copied if way != "to host"]
+    assert ways == sorted(ways), "first pulled, then copied"
+    moved = Counter[str]()
+    for way, nbytes in engine.driver.copied:
+        moved[way] += nbytes
+    total = moved["pulled"] + moved["to device"]
+    assert 0.2 * total <= moved["pulled"] < 0.2 * total + CHUNK
 
 
 def test_streamed_wake(engine: CudaEngine) -> None:
