@@ -1,4 +1,4 @@
-"""Runs the MoE, linear and sampling tests under Triton's interpreter, chosen before the first import."""
+"""The attention tests under Triton's interpreter, which must be chosen before the first import."""
 
 import importlib.util
 import os
@@ -15,10 +15,10 @@ pytestmark = [
 ]
 
 
-def test_triton_moe_interpreted() -> None:
+def test_triton_attention_interpreted() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "--color=no", "-p", "no:cacheprovider",
-         str(Path(__file__).with_name("test_triton_moe.py"))],
+         str(Path(__file__).parents[1] / "unit/kernels/test_triton_attention.py")],
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=110, check=False,
     )  # fmt: skip
