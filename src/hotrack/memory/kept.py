@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import xxhash
 from torch import Tensor
 
-from hotrack.core.errors import SleepError
-from hotrack.memory.region import ChunkState, Region
+from hotrack.core.errors import ConfigError, SleepError
+from hotrack.memory.region import Part, Region
 from hotrack.memory.store import StoreCorruptError
 from hotrack.memory.transfer import HostBuffer, Mover
 
@@ -49,42 +49,45 @@ class Kept:
         mover.put(self.ranges, self.buffer)
 
 
-def keep(regions: Sequence[Region], wanted: Sequence[KeptRange], mover: Mover) -> list[Kept]:
-    """Copy ranges to the host, a copy per region.
+def keep(
+    regions: Sequence[Region], wanted: Sequence[KeptRange], parts: Sequence[Part], mover: Mover
+) -> list[Kept]:
+    """Copy what of the ranges lies in ``parts`` to the host, a copy per region.
 
     Raises:
-        SleepError: a range is not inside one of ``regions``, or is asleep.
-        ConfigError: the host has no room.
+        SleepError: a range is not inside one of ``regions``, or the host has no room.
         BackendError: the device refused.
     """
+    going = {part.region: list(part.runs()) for part in parts}
     by_region: dict[Region, list[tuple[int, int]]] = {}
     for one in wanted:
-        if one.nbytes:
-            by_region.setdefault(_region_of(regions, one), []).append((one.address, one.nbytes))
+        region = _region_of(regions, one)
+        for start, nbytes in going.get(region, ()):
+            low, high = max(start, one.address), min(start + nbytes, one.address + one.nbytes)
+            if low < high:
+                by_region.setdefault(region, []).append((low, high - low))
     kept: list[Kept] = []
     try:
         for region, ranges in by_region.items():
             buffer = mover.take(ranges)
             kept.append(Kept(region, tuple(ranges), buffer, _checksum(buffer.data)))
-    except BaseException:
-        close_all(kept)
+    except BaseException as error:
+        for done in kept:
+            done.buffer.close()
+        if isinstance(error, ConfigError):
+            nbytes = sum(size for ranges in by_region.values() for _, size in ranges)
+            raise SleepError(
+                f"the {nbytes} bytes of KV of running requests find no room on the host: {error.message}. "
+                "Let the requests finish (mode=wait) or end them (mode=abort)"
+            ) from error
         raise
     return kept
-
-
-def close_all(kept: Sequence[Kept]) -> None:
-    for one in kept:
-        one.buffer.close()
 
 
 def _region_of(regions: Sequence[Region], wanted: KeptRange) -> Region:
     for region in regions:
         start = wanted.address - region.chunk_address(0) if region.nbytes else -1
         if start >= 0 and start + wanted.nbytes <= region.nbytes:
-            size = region.plan.chunk_bytes
-            inside = region.state[start // size : -(-(start + wanted.nbytes) // size)]
-            if any(state is not ChunkState.MAPPED for state in inside):
-                raise SleepError(f"bytes of region '{region.name}' that are asleep cannot be kept")
             return region
     raise SleepError(f"{wanted.nbytes} bytes at {wanted.address:#x} are in no KV region, and cannot be kept")
 

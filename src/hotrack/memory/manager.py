@@ -150,6 +150,11 @@ class MemoryManager:
         return bool(self.sleeping_tags)
 
     @property
+    def missing_bytes(self) -> dict[str, int]:
+        """By tag: what is asleep, and would be mapped by a wake."""
+        return {tag: sum(r.asleep.nbytes for r in self.regions if r.tag == tag) for tag in TAGS}
+
+    @property
     def weight_bytes(self) -> int:
         return sum(entry.region.nbytes for entry in self._sleeper.weights)
 
@@ -282,9 +287,10 @@ class MemoryManager:
         already: nothing happens, except that level 2 still drops the host store. Blocking; call it when
         nothing uses the regions any more. A wake under way is finished first.
 
-        ``keep``: bytes of ``allocate_bytes`` tensors that go to the host and come back, checked, with the
-        wake of their region (which is then not streamed). They have survived exactly if ``kept_bytes`` of
-        the report is their sum and the wake succeeded; ``kv_epoch`` grows all the same, for the rest.
+        ``keep``: bytes of ``allocate_bytes`` tensors that outlive the sleep. What of them goes to sleep goes
+        to the host and comes back, checked, with the wake of its region (which is then not streamed); a wake
+        that fails leaves it there. ``kv_epoch`` grows all the same, for the rest. Name everything that is
+        still wanted in every sleep, asleep or not: none means that what earlier ones kept is dropped.
 
         Raises:
             RequestError: no such level, or ``nbytes`` at another one than 1.
@@ -298,6 +304,8 @@ class MemoryManager:
             self.finish_wake()
         with self._transition() as started:
             before, device_before = process.rss_bytes(), self.device_bytes()
+            if not keep and level != SleepLevel.PAUSE:
+                self._sleeper.forget_kept(self.regions)
             parts = self._sleeper.choose(nbytes)
             drops_store = level == SleepLevel.DROP_WEIGHTS and self.store_bytes > 0
             if level == SleepLevel.PAUSE or not (parts or drops_store):

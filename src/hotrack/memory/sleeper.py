@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -11,7 +11,7 @@ from hotrack.core.heap import trim_heap
 from hotrack.core.lifecycle import EngineState, SleepLevel
 from hotrack.memory.backend import BackendError, PhysicalBackend
 from hotrack.memory.comm import CommRegion
-from hotrack.memory.kept import Kept, KeptRange, close_all, keep
+from hotrack.memory.kept import Kept, KeptRange, keep
 from hotrack.memory.region import ChunkState, Part, Region
 from hotrack.memory.store import HostStore, StoreCorruptError
 from hotrack.memory.transfer import (
@@ -115,6 +115,7 @@ class Sleeper:
     kept: list[Kept] = field(default_factory=list)
     graphs: GraphMemory | None = None
     comm: CommRegion = field(default_factory=CommRegion)
+    _unneeded: list[Kept] = field(default_factory=list)
 
     @property
     def regions(self) -> list[Region]:
@@ -174,7 +175,7 @@ class Sleeper:
             if entry.store is not None:
                 entry.store.leave()
             entry.store, entry.sealed = None, False
-        self._forget_kept(self.regions)
+        self.forget_kept(self.regions)
         self.mover.close()
 
     # -- sleep
@@ -212,7 +213,7 @@ class Sleeper:
             self.mover.quiesce()
             waited = time.perf_counter()
             self._save_mutable(parts)
-            spent.kept_bytes = self._keep(kept)
+            spent.kept_bytes = self._keep(kept, parts)
             saved = time.perf_counter()
             unmap_parts(parts)
         with self._or_undo(lambda: self._undo_release(parts), EngineState.AWAKE, SleepError):
@@ -234,35 +235,44 @@ class Sleeper:
     def _undo_unmap(self, parts: Sequence[Part]) -> None:
         self.mover.quiesce()  # a copy of mutable weights may be on its way
         map_parts(parts, Timings())
-        self._forget_kept([part.region for part in parts])
         self._reopen_exports()
+        self._forget_restored()
 
     def _undo_release(self, parts: Sequence[Part]) -> None:
         if self.graphs is not None:
             self.graphs.wake()
         self._bring_back(parts, Spent())
-        self._restore_kept()
         self._reopen_exports()
+        self._forget_restored()
 
     def _reopen_exports(self) -> None:
         if all(region.mapped for region in self.regions):
             self.comm.reopen_exports()
 
-    def _keep(self, wanted: Sequence[KeptRange]) -> int:
-        found = keep(self.others, wanted, self.mover)
+    def _keep(self, wanted: Sequence[KeptRange], parts: Sequence[Part]) -> int:
+        found = keep(self.others, wanted, parts, self.mover)
         self.kept += found
         return sum(one.nbytes for one in found)
 
     def _restore_kept(self) -> None:
-        """What was kept of regions that are awake now goes back where it was."""
+        """What was kept of regions that are awake now goes back where it was. The host has it until nothing
+        can fail any more."""
         for one in self.kept:
             if one.region.mapped:
                 one.restore(self.mover)
-        self._forget_kept([region for region in self.others if region.mapped])
 
-    def _forget_kept(self, regions: Sequence[Region]) -> None:
-        close_all([one for one in self.kept if one.region in regions])
+    def _forget_restored(self) -> None:
+        self.forget_kept([region for region in self.others if region.mapped])
+
+    def forget_kept(self, regions: Sequence[Region]) -> None:
+        """Nobody needs what was kept of these regions. Host memory that the device refuses to let go is tried
+        again next time: KV that is back where it was must not be lost for that."""
+        self._unneeded += [one for one in self.kept if one.region in regions]
         self.kept = [one for one in self.kept if one.region not in regions]
+        with suppress(BackendError):
+            while self._unneeded:
+                self._unneeded[-1].buffer.close()
+                self._unneeded.pop()
 
     def _save_mutable(self, parts: Sequence[Part]) -> None:
         by_region = {part.region: part for part in parts}
@@ -338,6 +348,7 @@ class Sleeper:
                     self._pack(entry.names, spent)
 
     def _awake(self) -> None:
+        self._forget_restored()
         awake = all(region.mapped for region in self.regions)
         self.state = EngineState.AWAKE if awake else EngineState.ASLEEP
 

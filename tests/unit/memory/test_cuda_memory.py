@@ -439,9 +439,9 @@ def test_kept_kv_survives_a_fault_at_every_call(engine: CudaEngine) -> None:
         try:
             engine.memory.wake()
         except WakeError:
-            engine.driver.arm(None)
-            engine.memory.wake()
+            pass
         engine.driver.arm(None)
+        engine.memory.wake()  # awake already: gives back host memory that the driver did not let go
         assert torch.equal(engine.kv[100 : 100 + CHUNK], wanted), index
         engine.check_awake(kv=None)
 

@@ -9,10 +9,7 @@ import torch
 
 from fakes.memory import Faults, FaultyBackend
 from fakes.sleeping_engine import CHUNK, MUTABLE, SPECS, Engine, same_bytes
-from hotrack.core.errors import (
-    RequestError,
-    SleepError,
-)
+from hotrack.core.errors import RequestError, SleepError, WakeError
 from hotrack.core.heap import trim_heap
 from hotrack.core.lifecycle import EngineState
 from hotrack.core.tensorspec import TensorSpec
@@ -302,3 +299,63 @@ def test_kept_kv_comes_back_and_the_rest_is_zero(engine: Engine) -> None:
     engine.memory.wake()
     wanted[:3] = wanted[103 : CHUNK + 5] = wanted[CHUNK + 75 :] = 0
     assert torch.equal(engine.kv, wanted)
+
+
+def test_what_is_kept_stays_on_the_host_until_a_wake_succeeds(engine: Engine) -> None:
+    engine.kv.random_(1, 256)
+    wanted, everything = engine.kv.clone(), [KeptRange(engine.kv, 0, engine.kv.nbytes)]
+    engine.memory.sleep(1, keep=everything)
+    assert engine.memory.missing_bytes["kv_cache"] >= engine.kv.nbytes
+    engine.faults.arm(0)
+    calls = 0
+    while True:
+        engine.faults.arm(calls)
+        try:
+            engine.memory.wake()
+            break
+        except WakeError:
+            calls += 1
+            engine.check_asleep()
+    assert calls > 3
+    engine.faults.arm(None)
+    assert torch.equal(engine.kv, wanted)
+    assert engine.memory.missing_bytes == {"weights": 0, "kv_cache": 0}
+
+
+def test_kept_kv_of_a_wake_that_fails_at_its_end(engine: Engine) -> None:
+    engine.kv.random_(1, 256)
+    wanted = engine.kv.clone()
+    engine.memory.sleep(1, keep=[KeptRange(engine.kv, 0, engine.kv.nbytes)])
+
+    def refuse() -> None:
+        raise SleepError("a peer is gone")
+
+    reopen, engine.memory.comm.reopen_exports = engine.memory.comm.reopen_exports, refuse
+    with pytest.raises(WakeError, match="a peer is gone"):
+        engine.memory.wake()
+    engine.check_asleep()
+    engine.memory.comm.reopen_exports = reopen
+    engine.memory.wake()
+    assert torch.equal(engine.kv, wanted)
+
+
+def test_a_partial_sleep_saves_only_what_goes(engine: Engine) -> None:
+    engine.kv.random_(1, 256)
+    wanted, everything = engine.kv.clone(), [KeptRange(engine.kv, 0, engine.kv.nbytes)]
+    first = engine.memory.sleep(1, nbytes=CHUNK, keep=everything)
+    assert 0 < first.kept_bytes <= 2 * CHUNK < engine.kv.nbytes
+    assert engine.memory.missing_bytes == {"weights": 0, "kv_cache": first.freed_bytes}
+    second = engine.memory.sleep(1, keep=everything)
+    assert first.kept_bytes + second.kept_bytes == engine.kv.nbytes
+    assert not engine.memory.sleep(1, keep=everything).changed
+    engine.memory.wake()
+    assert torch.equal(engine.kv, wanted)
+    engine.check_weights()
+
+
+def test_what_nobody_wants_any_more_is_dropped(engine: Engine) -> None:
+    engine.kv.fill_(7)
+    engine.memory.sleep(1, keep=[KeptRange(engine.kv, 0, 100)])
+    engine.memory.sleep(1)
+    engine.memory.wake()
+    assert not engine.kv.any()
