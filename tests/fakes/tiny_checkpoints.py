@@ -23,6 +23,7 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
 }
 
 
@@ -60,6 +61,23 @@ def tiny_config(family: str, **overrides: object) -> dict[str, object]:
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
         }
+    if family == "qwen3_next":
+        config |= {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "partial_rotary_factor": 0.25,
+            "full_attention_interval": 4,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "linear_conv_kernel_dim": 4,
+        }
     return config | overrides
 
 
@@ -76,8 +94,10 @@ def tiny_weights(config: dict[str, object], seed: int) -> dict[str, torch.Tensor
     def vector(size: int) -> torch.Tensor:
         return (torch.randn(size, generator=generator) * 0.1).to(dtype)
 
-    def norm(size: int) -> torch.Tensor:
-        return (1 + 0.2 * (2 * torch.rand(size, generator=generator) - 1)).to(dtype)
+    centre = 0 if config["model_type"] == "qwen3_next" else 1  # stored as the difference from 1
+
+    def norm(size: int, centre: int = centre) -> torch.Tensor:
+        return (centre + 0.2 * (2 * torch.rand(size, generator=generator) - 1)).to(dtype)
 
     hidden = c["hidden_size"]
     # Tied embeddings are also the head: rows of norm 1 give logits of standard deviation 1.
@@ -86,7 +106,10 @@ def tiny_weights(config: dict[str, object], seed: int) -> dict[str, torch.Tensor
     for i in range(c["num_hidden_layers"]):
         p = f"model.layers.{i}."
         out[p + "input_layernorm.weight"] = norm(hidden)
-        out |= _attention(config, p + "self_attn.", matrix, vector, norm)
+        if config["model_type"] == "qwen3_next" and (i + 1) % c["full_attention_interval"]:
+            out |= _gated_delta(config, p + "linear_attn.", matrix, vector, norm)
+        else:
+            out |= _attention(config, p + "self_attn.", matrix, vector, norm)
         out[p + "post_attention_layernorm.weight"] = norm(hidden)
         out |= _mlp(config, p + "mlp.", i, matrix, vector)
     out["model.norm.weight"] = norm(hidden)
@@ -107,8 +130,9 @@ def _attention(config, prefix, matrix, vector, norm):
     c = _Numbers(config)
     hidden, dim = c["hidden_size"], c["head_dim"]
     q, kv = c["num_attention_heads"] * dim, c["num_key_value_heads"] * dim
+    made = 2 * q if config["model_type"] == "qwen3_next" else q  # per head: the query, then the output's gate
     out = {}
-    for name, rows, columns in (("q", q, hidden), ("k", kv, hidden), ("v", kv, hidden), ("o", hidden, q)):
+    for name, rows, columns in (("q", made, hidden), ("k", kv, hidden), ("v", kv, hidden), ("o", hidden, q)):
         # Twice the usual scale on q and k: attention that is not nearly uniform, so mask and rope matter.
         std = 2 * columns**-0.5 if name in "qk" else None
         out[f"{prefix}{name}_proj.weight"] = matrix(rows, columns, std)
@@ -119,11 +143,27 @@ def _attention(config, prefix, matrix, vector, norm):
     return out
 
 
+def _gated_delta(config, prefix, matrix, vector, norm):
+    c = _Numbers(config)
+    hidden, value_heads = c["hidden_size"], c["linear_num_value_heads"]
+    keys = c["linear_num_key_heads"] * c["linear_key_head_dim"]
+    values = value_heads * c["linear_value_head_dim"]
+    return {
+        prefix + "in_proj_qkvz.weight": matrix(2 * keys + 2 * values, hidden),
+        prefix + "in_proj_ba.weight": matrix(2 * value_heads, hidden),
+        prefix + "conv1d.weight": matrix(2 * keys + values, c["linear_conv_kernel_dim"])[:, None],
+        prefix + "A_log": 10 * vector(value_heads),
+        prefix + "dt_bias": 10 * vector(value_heads),
+        prefix + "norm.weight": norm(c["linear_value_head_dim"], 1),
+        prefix + "out_proj.weight": matrix(hidden, values),
+    }
+
+
 def _mlp(config, prefix, layer, matrix, vector):
     c = _Numbers(config)
     hidden = c["hidden_size"]
     sparse = (
-        config["model_type"] == "qwen3_moe"
+        config["model_type"] in ("qwen3_moe", "qwen3_next")
         and layer not in config["mlp_only_layers"]
         and (layer + 1) % c["decoder_sparse_step"] == 0
     )
@@ -134,6 +174,9 @@ def _mlp(config, prefix, layer, matrix, vector):
     out = {f"{prefix}gate.weight": matrix(c["num_experts"], hidden)}
     for e in range(c["num_experts"]):
         out |= _gated(f"{prefix}experts.{e}.", hidden, c["moe_intermediate_size"], matrix, None)
+    if config["model_type"] == "qwen3_next":
+        out |= _gated(prefix + "shared_expert.", hidden, c["shared_expert_intermediate_size"], matrix, None)
+        out[prefix + "shared_expert_gate.weight"] = matrix(1, hidden)
     return out
 
 

@@ -134,6 +134,7 @@ def _refuse_unexpected(
         if name not in known
         and not name.endswith(".rotary_emb.inv_freq")  # old Llama exports store this constant
         and not (tied and name == "lm_head.weight")  # a copy of the embeddings
+        and not name.startswith(checkpoint.spec.unread)
         and not (is_elsewhere and is_elsewhere(name))
     ]
     if unexpected:

@@ -1,13 +1,12 @@
 """How many bytes a model needs, from its ModelSpec alone: planning needs no weights."""
 
 from hotrack.core.tensorspec import DTYPE_BYTES
-from hotrack.modelspec.spec import ModelSpec
+from hotrack.modelspec.spec import GatedDeltaSpec, ModelSpec
 
 
 def num_parameters(spec: ModelSpec) -> int:
     """Parameters of the whole model; tied embeddings count once."""
-    sparse = set(spec.moe.sparse_layers) if spec.moe else set()
-    layers = sum(_layer_parameters(spec, sparse=i in sparse) for i in range(spec.num_layers))
+    layers = sum(_layer_parameters(spec, layer) for layer in range(spec.num_layers))
     embeddings = spec.vocab_size * spec.hidden_size * (1 if spec.tie_word_embeddings else 2)
     return embeddings + layers + spec.hidden_size
 
@@ -29,23 +28,52 @@ def weight_bytes(spec: ModelSpec, dtype: str | None = None) -> int:
 
 def kv_bytes_per_token(spec: ModelSpec, dtype: str | None = None) -> int:
     """Bytes of keys and values one token keeps in all layers, before sharding and block rounding."""
-    elements = 2 * spec.num_kv_heads * spec.head_dim * spec.num_layers
+    layers = spec.num_layers - (len(spec.gated_delta.layers) if spec.gated_delta else 0)
+    elements = 2 * spec.num_kv_heads * spec.head_dim * layers
     return elements * DTYPE_BYTES[dtype or spec.dtype]
 
 
-def _layer_parameters(spec: ModelSpec, *, sparse: bool) -> int:
+def state_bytes(spec: ModelSpec, dtype: str | None = None) -> int:
+    """Bytes one request keeps whatever its length, before sharding: the matrices (float32) and convolution
+    inputs of recurrent layers."""
+    delta = spec.gated_delta
+    if delta is None:
+        return 0
+    matrices = delta.num_value_heads * delta.key_head_dim * delta.value_head_dim * DTYPE_BYTES["float32"]
+    inputs = (delta.conv_kernel - 1) * delta.conv_channels * DTYPE_BYTES[dtype or spec.dtype]
+    return len(delta.layers) * (matrices + inputs)
+
+
+def _layer_parameters(spec: ModelSpec, layer: int) -> int:
+    delta = spec.gated_delta
+    mixer = _delta_parameters(spec, delta) if delta and layer in delta.layers else _attention_parameters(spec)
+    return mixer + _mlp_parameters(spec, layer) + 2 * spec.hidden_size  # two norms
+
+
+def _attention_parameters(spec: ModelSpec) -> int:
     hidden, q = spec.hidden_size, spec.num_heads * spec.head_dim
     kv = spec.num_kv_heads * spec.head_dim
-    attention = hidden * (q + 2 * kv) + q * hidden
+    gated_q = 2 * q if spec.output_gate else q
+    attention = hidden * (gated_q + 2 * kv) + q * hidden
     if spec.attention_bias:
-        attention += q + 2 * kv + hidden
+        attention += gated_q + 2 * kv + hidden
     if spec.qk_norm:
         attention += 2 * spec.head_dim
-    if sparse and spec.moe:
-        experts = spec.moe.num_experts * 3 * hidden * spec.moe.intermediate_size
-        mlp = experts + spec.moe.num_experts * hidden  # router
-    else:
-        mlp = 3 * hidden * spec.intermediate_size
-        if spec.mlp_bias:
-            mlp += 2 * spec.intermediate_size + hidden
-    return attention + mlp + 2 * hidden  # two norms
+    return attention
+
+
+def _delta_parameters(spec: ModelSpec, delta: GatedDeltaSpec) -> int:
+    values = delta.num_value_heads * delta.value_head_dim
+    projections = spec.hidden_size * (delta.conv_channels + values + 2 * delta.num_value_heads)
+    per_head = 2 * delta.num_value_heads + delta.value_head_dim  # A_log, dt_bias; norm
+    return projections + delta.conv_channels * delta.conv_kernel + per_head + values * spec.hidden_size
+
+
+def _mlp_parameters(spec: ModelSpec, layer: int) -> int:
+    hidden, moe = spec.hidden_size, spec.moe
+    if moe and layer in moe.sparse_layers:
+        experts = moe.num_experts * 3 * hidden * moe.intermediate_size
+        shared = 3 * hidden * moe.shared_intermediate_size + (hidden if moe.shared_intermediate_size else 0)
+        return experts + shared + moe.num_experts * hidden  # router
+    biases = 2 * spec.intermediate_size + hidden if spec.mlp_bias else 0
+    return 3 * hidden * spec.intermediate_size + biases

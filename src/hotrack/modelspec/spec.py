@@ -17,22 +17,50 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class MoeSpec:
-    """A layer's experts. ``sparse_layers`` are the layer indices that have them; the others are dense."""
+    """A layer's experts. ``sparse_layers`` are the layer indices that have them; the others are dense.
+
+    ``shared_intermediate_size``: channels of one more expert that every token goes through, weighted by a
+    sigmoid of its own; 0 when there is none.
+    """
 
     num_experts: int
     top_k: int
     intermediate_size: int
     norm_topk_prob: bool
     sparse_layers: tuple[int, ...]
+    shared_intermediate_size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaSpec:
+    """Layers (their indices) that keep a matrix per value head instead of keys and values: gated DeltaNet.
+
+    ``conv_kernel``: inputs that the causal convolution before it sees, the current one included.
+    """
+
+    layers: tuple[int, ...]
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel: int
+
+    @property
+    def conv_channels(self) -> int:
+        """q, k and v of all heads."""
+        return 2 * self.num_key_heads * self.key_head_dim + self.num_value_heads * self.value_head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A decoder-only model, normalised from config.json or GGUF metadata.
 
-    ``family``: 'llama' | 'qwen3' | 'qwen3_moe'. ``dtype``: the checkpoint's dtype name ('bfloat16',
-    'float16', 'float32').
-    ``source``: the ``model_type`` as published, for messages.
+    family             'llama' | 'qwen3' | 'qwen3_moe' | 'qwen3_next'
+    source             the ``model_type`` as published, for messages
+    dtype              the checkpoint's dtype name ('bfloat16', 'float16', 'float32')
+    output_gate        attention's output is multiplied by a sigmoid that its query projection also makes
+    zero_centred_norm  RMSNorms are stored as their difference from 1
+    unread             prefixes of published tensors that this version does not use (draft heads)
     """
 
     family: str
@@ -51,8 +79,12 @@ class ModelSpec:
     qk_norm: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
+    output_gate: bool = False
+    zero_centred_norm: bool = False
     hidden_act: str = "silu"
     moe: MoeSpec | None = None
+    gated_delta: GatedDeltaSpec | None = None
+    unread: tuple[str, ...] = ()
     dtype: str = "bfloat16"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()

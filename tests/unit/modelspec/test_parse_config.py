@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from fakes.tiny_checkpoints import tiny_config
 from hotrack.core.errors import CheckpointError
 from hotrack.modelspec import load_spec, parse_config
-from hotrack.modelspec.bytes import kv_bytes_per_token, num_active_parameters, num_parameters, weight_bytes
+from hotrack.modelspec.bytes import (
+    kv_bytes_per_token,
+    num_active_parameters,
+    num_parameters,
+    state_bytes,
+    weight_bytes,
+)
 
 SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"],
@@ -58,6 +64,38 @@ QWEN3_30B_A3B = {
 }
 
 
+QWEN3_NEXT_80B = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000000,
+    "rope_scaling": None,
+    "max_position_embeddings": 262144,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 151645,
+}
+
+
 def test_smollm2_sizes_are_the_published_ones():
     spec = parse_config(SMOLLM2)
     assert (spec.family, spec.head_dim, spec.rope.theta, spec.rope.dim) == ("llama", 64, 1e5, 64)
@@ -78,12 +116,44 @@ def test_qwen3_30b_a3b_sizes_are_the_published_ones():
     assert round((num_active_parameters(spec) + 151936 * 2048) / 1e8) == 34  # 3.35 B with both embeddings
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
+def test_qwen3_next_80b_sizes_are_the_published_ones():
+    spec = parse_config(QWEN3_NEXT_80B)
+    assert spec.gated_delta is not None
+    assert len(spec.gated_delta.layers) == 36
+    assert not {3, 7, 47} & set(spec.gated_delta.layers)
+    assert (spec.rope.dim, spec.output_gate, spec.zero_centred_norm) == (64, True, True)
+    assert num_parameters(spec) == 79_674_391_296
+    assert kv_bytes_per_token(spec) == 24_576
+    assert state_bytes(spec) == 77_266_944
+
+
+def test_qwen3_next_layers_in_both_spellings():
+    types = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+    assert parse_config(tiny_config("qwen3_next", layer_types=types)).gated_delta.layers == (0, 2, 3)
+    assert parse_config(tiny_config("qwen3_next", full_attention_interval=2)).gated_delta.layers == (0, 2)
+    with pytest.raises(CheckpointError, match="layer_types must be a list of 4"):
+        parse_config(tiny_config("qwen3_next", layer_types=types[1:]))
+    with pytest.raises(CheckpointError, match="sliding-window"):
+        parse_config(tiny_config("qwen3_next", layer_types=["sliding_attention"] * 4))
+    with pytest.raises(CheckpointError, match="sliding-window"):
+        parse_config(tiny_config("qwen3_moe", layer_types=types))
+
+
+def test_qwen3_next_heads_must_divide():
+    with pytest.raises(CheckpointError, match="linear_num_value_heads 6 is not a multiple"):
+        parse_config(tiny_config("qwen3_next", linear_num_value_heads=6))
+    with pytest.raises(CheckpointError, match="of which 0 are rotated"):
+        parse_config(tiny_config("qwen3_next", partial_rotary_factor=0.0))
+    with pytest.raises(CheckpointError, match="partial_rotary_factor must be 1"):
+        parse_config(tiny_config("qwen3_moe", partial_rotary_factor=0.5))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "qwen3_next"])
 def test_byte_arithmetic_agrees_with_a_written_checkpoint(family, tmp_path):
     from fakes.tiny_checkpoints import tiny_weights
 
     overrides = {"attention_bias": True, "mlp_bias": family == "llama"}
-    if family == "qwen3_moe":
+    if "moe" in family or "next" in family:
         overrides |= {"mlp_only_layers": [1]}
     config = tiny_config(family, **overrides)
     weights = tiny_weights(config, seed=0)
