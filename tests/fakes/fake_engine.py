@@ -12,7 +12,7 @@ from hotrack.core.errors import SleepError, WakeError
 from hotrack.core.request import EngineOutput, EngineRequest, unpack_tokens
 from hotrack.engine.core import EngineCore
 from hotrack.engine.device import device_worker
-from hotrack.engine.messages import Control, ControlReply, StepFrame
+from hotrack.engine.messages import Control, ControlReply, StepFrame, WakeLanded
 from hotrack.engine.runner import ModelRunner
 from hotrack.engine.scheduler import Scheduler, SchedulerLimits
 from hotrack.engine.transitions import Transitions
@@ -20,6 +20,7 @@ from hotrack.kvcache.manager import KVCacheManager
 from hotrack.kvcache.spec import Paged, group_layers
 from hotrack.kvcache.tensors import KVTensors
 from hotrack.layers.batch import ForwardBatch
+from hotrack.memory.kept import KeptRange
 from hotrack.memory.reports import SleepReport, WakeReport
 
 BLOCK_SIZE = 4
@@ -56,7 +57,7 @@ class FakeModel:
 
 
 class FakeMemory:
-    """The memory manager's contract without memory: KV is lost in sleep, weights come back through hooks."""
+    """The memory manager's contract without memory: KV that is not kept is lost in sleep."""
 
     def __init__(self, storage: Tensor, model: FakeModel) -> None:
         self.storage = storage
@@ -64,16 +65,29 @@ class FakeMemory:
         self.tags: set[str] = set()
         self.fail_next: str | None = None
         self.levels: list[int] = []
+        self.asked: list[int | None] = []
+        self.kept: list[tuple[int, Tensor]] = []
+        self.is_landing = False
 
     @property
     def sleeping_tags(self) -> tuple[str, ...]:
         return tuple(sorted(self.tags))
 
-    def sleep(self, level: int) -> SleepReport:
+    @property
+    def missing_bytes(self) -> dict[str, int]:
+        return dict.fromkeys(self.tags, 1)
+
+    def sleep(
+        self, level: int, *, nbytes: int | None = None, keep: Sequence[KeptRange] = ()
+    ) -> SleepReport:
         if self.fail_next == "sleep":
             self.fail_next = None
             raise SleepError("injected")
         changed = not self.tags
+        if "kv_cache" not in self.tags:
+            flat = self.storage.flatten()
+            self.kept = [(k.offset, flat[k.offset : k.offset + k.nbytes].clone()) for k in keep]
+        self.asked.append(nbytes)
         self.tags = {"weights", "kv_cache"}
         self.levels.append(level)
         self.model.asleep = True
@@ -95,6 +109,9 @@ class FakeMemory:
             raise WakeError("injected")
         woken = self.tags if tags is None else self.tags & set(tags)
         self.tags = self.tags - woken
+        if "kv_cache" in woken:
+            for offset, data in self.kept:
+                self.storage.flatten()[offset : offset + len(data)] = data
         self.model.asleep = "weights" in self.tags
         return WakeReport(
             changed=bool(woken),
@@ -150,6 +167,7 @@ class FakeEngine:
         )
         self.outputs: dict[str, list[EngineOutput]] = {}
         self.replies: dict[str, ControlReply] = {}
+        self.landed: list[WakeLanded] = []
         self.step_index = 0
 
     def step(
@@ -163,6 +181,8 @@ class FakeEngine:
         for emission in self.core.step(frame):
             if isinstance(emission, ControlReply):
                 self.replies[emission.control_id] = emission
+            elif isinstance(emission, WakeLanded):
+                self.landed.append(emission)
             else:
                 self.outputs.setdefault(emission.request_id, []).append(emission)
 

@@ -32,11 +32,13 @@ from hotrack.engine.messages import (
     RankReady,
     StepOutputs,
     ToRank,
+    WakeLanded,
 )
 from hotrack.obs.log import get_logger
 
 Sink = Callable[[EngineOutput | HotrackError], None]
 StageProgress = Callable[[str, int, int], None]
+Landed = Callable[[dict[str, Any], HotrackError | None], None]
 SHUTDOWN_GRACE_S = 5.0
 REPORT_GRACE_S = 0.2
 TRANSITIONS = ("sleep", "wake")
@@ -64,7 +66,7 @@ class EngineClient:
     Every submitted request gets outputs up to one with a ``finish_reason``, or one error. If a rank exits,
     or nothing is heard for ``config.rank_timeout_s`` while something is outstanding, all ranks are killed
     and everything outstanding, as well as everything later, fails with EngineDeadError; ``on_death`` is
-    called once.
+    called once. ``on_landed`` hears how a streamed wake ended: the report of all of it, or an error.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class EngineClient:
         self.config = config
         self.stats: dict[str, float] = {}
         self.dead: EngineDeadError | None = None
+        self.on_landed: Landed | None = None
         self._on_death = on_death
         self._debug = debug
         self._sinks: dict[str, Sink] = {}
@@ -226,6 +229,9 @@ class EngineClient:
                     self._deliver(output)
             case ControlReply():
                 self._reply(message)
+            case WakeLanded():
+                if self.on_landed is not None:
+                    self.on_landed(message.report, _error_in(message))
             case LoadProgress():
                 if self._progress is not None:
                     self._progress(message.stage, message.done, message.total)
@@ -249,10 +255,10 @@ class EngineClient:
         future = self._controls.pop(message.control_id, None)
         if future is None or future.done():
             return
-        if message.error is None:
+        if (error := _error_in(message)) is None:
             future.set_result(message.result)
         else:
-            future.set_exception(error_from_code(message.error["code"], message.error["message"]))
+            future.set_exception(error)
 
     # ---- death
 
@@ -349,3 +355,8 @@ class EngineClient:
             env=environment,
             preexec_fn=bound_to_parent(),
         )
+
+
+def _error_in(message: ControlReply | WakeLanded) -> HotrackError | None:
+    error = message.error
+    return None if error is None else error_from_code(error["code"], error["message"])

@@ -20,17 +20,19 @@ from hotrack.core.errors import (
     HotrackError,
     ModelAsleepError,
     RequestError,
+    SleepError,
 )
 from hotrack.core.lifecycle import FinishReason, SleepLevel, SleepMode
 from hotrack.core.request import EngineOutput, EngineRequest
-from hotrack.engine.messages import Control, ControlReply, StepFrame
+from hotrack.engine.live_kv import live_rows
+from hotrack.engine.messages import Control, ControlReply, StepFrame, WakeLanded
 from hotrack.engine.runner import ModelRunner, PendingStep
 from hotrack.engine.sampling_batch import check_logit_bias
 from hotrack.engine.scheduler import Scheduler
 from hotrack.engine.step import StepPlan, StepResult
 from hotrack.engine.transitions import Transitions
 
-Emission = EngineOutput | ControlReply
+Emission = EngineOutput | ControlReply | WakeLanded
 SCHEDULING = "scheduling"  # the tag that resumes without touching memory (vLLM's word)
 
 
@@ -127,11 +129,11 @@ class EngineCore:
             self.last_digest = plan.digest(self.scheduler.kv.tables[0])
         self._in_flight.append((plan, self.runner.submit(plan)))
 
-    def _update(self) -> list[EngineOutput]:
+    def _update(self) -> list[Emission]:
         if self.transitions.is_landing:
             return self._land()
         plan, pending = self._in_flight.popleft()
-        return self.scheduler.update(plan, self._result(plan, pending))
+        return [*self.scheduler.update(plan, self._result(plan, pending))]
 
     def _result(self, plan: StepPlan, pending: PendingStep) -> StepResult:
         start = monotonic()
@@ -142,31 +144,33 @@ class EngineCore:
         finally:
             self._wait_s += monotonic() - start
 
-    def _land(self) -> list[EngineOutput]:
+    def _land(self) -> list[Emission]:
         """End a streamed wake. Everything that was computed with weights not yet verified is held back until
         they are, and thrown away if they turn out wrong."""
         self.runner.wait_for = None
         steps = [(plan, self._result(plan, pending)) for plan, pending in self._in_flight]
         self._in_flight.clear()
-        failed: list[EngineOutput] = []
+        emissions: list[Emission] = []
         try:
-            self.runner.call(self.transitions.finish_wake)
+            emissions.append(WakeLanded(self.runner.call(self.transitions.finish_wake)))
         except HotrackError as exc:
-            failed = [
+            emissions += [
                 replace(output, finish_reason=FinishReason.ERROR, error=exc.message, error_code=exc.code)
                 for output in self.scheduler.abort_all()
             ]
+            emissions.append(WakeLanded(error=_error(exc)))
             self._paused = True
-        outputs = [output for plan, result in steps for output in self.scheduler.update(plan, result)]
+        for plan, result in steps:
+            emissions += self.scheduler.update(plan, result)
         if self._paused:
             self.scheduler.kv.reset_prefix_cache()
-        return failed + outputs
+        return emissions
 
-    def _finish_in_flight(self) -> list[EngineOutput]:
-        outputs: list[EngineOutput] = []
+    def _finish_in_flight(self) -> list[Emission]:
+        emissions: list[Emission] = []
         while self._in_flight:
-            outputs += self._update()
-        return outputs
+            emissions += self._update()
+        return emissions
 
     # ---- requests
 
@@ -207,15 +211,16 @@ class EngineCore:
 
     def _control(self, control: Control) -> list[Emission]:
         if control.op not in self._controls:
-            return [_refusal(control, "invalid_request", f"unknown control {control.op!r}")]
+            error = RequestError(f"unknown control {control.op!r}")
+            return [ControlReply(control.control_id, error=_error(error))]
         if self._must_drain(control):
             self._draining.append(control)
             return []
-        emissions: list[Emission] = [*self._land()] if self.transitions.is_landing else []
+        emissions = self._land() if self.transitions.is_landing else []
         try:
             result = self._controls[control.op](control.args, emissions)
         except HotrackError as exc:
-            return [*emissions, _refusal(control, exc.code, exc.message)]
+            return [*emissions, ControlReply(control.control_id, error=_error(exc))]
         return [*emissions, ControlReply(control.control_id, result=result)]
 
     def _must_drain(self, control: Control) -> bool:
@@ -225,7 +230,7 @@ class EngineCore:
     def _end_of_drain(self) -> list[Emission]:
         if not self._draining or (self.scheduler.has_unfinished and not self._paused):
             return []
-        emissions: list[Emission] = [*self._finish_in_flight()]
+        emissions = self._finish_in_flight()
         controls, self._draining = self._draining, []
         for control in controls:
             emissions += self._control(control)
@@ -233,24 +238,28 @@ class EngineCore:
 
     def _sleep(self, args: dict[str, Any], emissions: list[Emission]) -> dict[str, Any]:
         level = SleepLevel(args.get("level", SleepLevel.KEEP_WEIGHTS))
+        nbytes = args.get("nbytes")
+        if nbytes is not None and (level is not SleepLevel.KEEP_WEIGHTS or nbytes < 1):
+            raise RequestError(
+                f"a partial sleep has level 1 and at least a byte, got {level=:d} {nbytes=}", param="nbytes"
+            )
         if SleepMode(args.get("mode", SleepMode.ABORT)) is SleepMode.ABORT:
             emissions += self.scheduler.abort_all()
         if level is SleepLevel.PAUSE:
             self._paused = True
             return {"is_sleeping": self.transitions.is_sleeping, "level": level, "seconds": 0.0}
-        # The tokens of running requests are kept; their KV is recomputed after the wake. Sampling depends
-        # on seed and position only, so they go on with the tokens they would have had.
-        self.scheduler.preempt_all()
-        self.scheduler.kv.reset_prefix_cache()
-        result = self.runner.call(lambda: self.transitions.sleep(level))
+        # Whoever is still running keeps its KV, and goes on after the wake as if nothing had happened.
+        kv = self.scheduler.kv
+        kv.reset_prefix_cache()
+        live = live_rows(kv.live_blocks(), self.runner.kv.storage)
+        result = self.runner.call(lambda: self.transitions.sleep(level, nbytes, live))
         self._paused = True
         return result
 
     def _wake(self, args: dict[str, Any], emissions: list[Emission]) -> dict[str, Any]:
         for control in self._draining:
-            emissions.append(
-                _refusal(control, "sleep_failed", "a wake arrived before the requests had finished")
-            )
+            error = SleepError("a wake arrived before the requests had finished")
+            emissions.append(ControlReply(control.control_id, error=_error(error)))
         self._draining = []
         tags = args.get("tags")
         result = {"is_sleeping": self.transitions.is_sleeping}
@@ -271,5 +280,5 @@ class EngineCore:
         return {}
 
 
-def _refusal(control: Control, code: str, message: str) -> ControlReply:
-    return ControlReply(control.control_id, error={"code": code, "message": message})
+def _error(error: HotrackError) -> dict[str, Any]:
+    return {"code": error.code, "message": error.message}

@@ -1,7 +1,7 @@
 """Messages between a member's server process, its ranks, and the ranks among themselves (msgpack, no torch).
 
 server -> rank 0   a list of ``AddRequest | AbortRequest | Control`` per ZeroMQ message
-rank 0 -> server   ``StepOutputs`` | ``ControlReply`` | ``RankReady`` | ``RankFailed``
+rank 0 -> server   ``StepOutputs`` | ``ControlReply`` | ``WakeLanded`` | ``RankReady`` | ``RankFailed``
 rank 0 -> rank i   one ``StepFrame`` per step; ranks decide nothing by their own clock, socket or poll
 """
 
@@ -34,6 +34,14 @@ class ControlReply(msgspec.Struct, tag="control_reply", frozen=True):
 
     control_id: str
     result: dict[str, Any] = {}
+    error: dict[str, Any] | None = None
+
+
+class WakeLanded(msgspec.Struct, tag="landed", frozen=True):
+    """A streamed wake is over. ``report``: of all of it; ``error``: ``{"code", "message"}`` when the weights
+    were not what was saved: everything is asleep again, and the requests that ran have failed."""
+
+    report: dict[str, Any] = {}
     error: dict[str, Any] | None = None
 
 
@@ -83,4 +91,4 @@ class StepFrame(msgspec.Struct, tag="frame", frozen=True):
 
 
 ToRank = AddRequest | AbortRequest | Control
-FromRank = StepOutputs | ControlReply | RankReady | RankFailed | LoadProgress
+FromRank = StepOutputs | ControlReply | WakeLanded | RankReady | RankFailed | LoadProgress

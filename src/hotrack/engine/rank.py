@@ -35,10 +35,12 @@ from hotrack.engine.messages import (
     StepFrame,
     StepOutputs,
     ToRank,
+    WakeLanded,
 )
 from hotrack.obs.log import get_logger, setup_logging
 
 PROGRESS_INTERVAL_S = 0.1
+LANDING_IDLE_MS = 2000  # longer than most wakes, so that a first request may come during one
 
 log = get_logger("hotrack.engine.rank")
 
@@ -64,10 +66,11 @@ class ServerLink:
         self._last_progress = (now, stage)
         self.send(LoadProgress(stage, done, total))
 
-    def receive(self, *, block: bool) -> list[ToRank]:
-        """Everything that has arrived, up to and including the first control."""
+    def receive(self, *, wait_ms: int | None) -> list[ToRank]:
+        """Everything that has arrived, up to and including the first control. ``wait_ms``: for the first
+        message, None without end."""
         messages: list[ToRank] = []
-        if not block and not self._socket.poll(0):
+        if not self._socket.poll(wait_ms):
             return messages
         while True:
             messages += wire.to_rank_decoder.decode(self._socket.recv())
@@ -114,14 +117,22 @@ def run_leader(core: EngineCore, link: ServerLink, feed: FrameFeed) -> None:
     """Serve until a shutdown control."""
     pending: list[ToRank] = []
     while True:
-        if not pending:
-            pending = link.receive(block=not core.has_work)
+        if not pending and core.has_work:
+            pending = link.receive(wait_ms=0)
+        elif not pending and core.transitions.is_landing:
+            # Nobody uses what a streamed wake brings: any control ends it, so that it is verified.
+            pending = link.receive(wait_ms=LANDING_IDLE_MS) or [Control("", "stats")]
+        elif not pending:
+            pending = link.receive(wait_ms=None)
         messages, pending = _until_control(pending)
         frame = feed.next(messages, core.last_digest)
         outputs: list[EngineOutput] = []
-        replies: list[ControlReply] = []
+        replies: list[ControlReply | WakeLanded] = []
         for emission in core.step(frame):
-            (replies if isinstance(emission, ControlReply) else outputs).append(emission)  # type: ignore[arg-type]
+            if isinstance(emission, EngineOutput):
+                outputs.append(emission)
+            else:
+                replies.append(emission)
         if outputs:
             link.send(StepOutputs(tuple(outputs), core.stats()))
         for reply in replies:

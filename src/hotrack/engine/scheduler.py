@@ -109,12 +109,6 @@ class Scheduler:
         outputs = [self.abort(request_id) for request_id in list(self._live)]
         return [output for output in outputs if output is not None]
 
-    def preempt_all(self) -> None:
-        """Drop every running sequence's blocks (before the KV cache goes away); nothing may be in flight."""
-        assert not self._draining, f"{list(self._draining)} in flight"
-        while self._running:
-            self._preempt(self._running[-1])
-
     @property
     def has_unfinished(self) -> bool:
         return bool(self._live)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from hotrack.core.errors import HotrackError, SleepError, TransitionError, WakeError
 from hotrack.core.lifecycle import SleepLevel
+from hotrack.memory.kept import KeptRange
 from hotrack.memory.reports import SleepReport, WakeReport
 
 Agree = Callable[[int], int]
@@ -20,7 +21,15 @@ class Memory(Protocol):
     @property
     def sleeping_tags(self) -> tuple[str, ...]: ...
 
-    def sleep(self, level: int) -> SleepReport: ...
+    @property
+    def missing_bytes(self) -> dict[str, int]: ...
+
+    @property
+    def is_landing(self) -> bool: ...
+
+    def sleep(
+        self, level: int, *, nbytes: int | None = None, keep: Sequence[KeptRange] = ()
+    ) -> SleepReport: ...
 
     def wake(self, tags: Collection[str] | None = None, *, streamed: bool = False) -> WakeReport: ...
 
@@ -43,22 +52,29 @@ class Transitions:
         self._agree = agree
         self._before_sleep = before_sleep
         self._level = SleepLevel.PAUSE
-        self._landing = False
+        self._keep: Sequence[KeptRange] = ()
+        self._back: Callable[[], object] = _nothing
 
     @property
     def is_sleeping(self) -> bool:
         return bool(self._memory.sleeping_tags)
 
-    def sleep(self, level: SleepLevel) -> dict[str, Any]:
+    def sleep(
+        self, level: SleepLevel, nbytes: int | None = None, keep: Sequence[KeptRange] = ()
+    ) -> dict[str, Any]:
         """This rank's report as plain data. Asleep already: the memory manager decides what is left to do.
 
+        ``nbytes``: only so much of this rank's device; ``keep``: what running requests need of the KV cache.
+
         Raises:
-            SleepError: some rank could not; all are awake as before.
+            SleepError: some rank could not; all are awake as before, and ``keep`` holds what it held.
         """
         undo = _nothing if self.is_sleeping else self._memory.wake
         self._before_sleep()
-        report = self._on_all_ranks(lambda: self._memory.sleep(level), undo, SleepError)
-        self._level = level
+        report = self._on_all_ranks(
+            lambda: self._memory.sleep(level, nbytes=nbytes, keep=keep), undo, SleepError
+        )
+        self._level, self._keep = level, keep
         return self._describe(report)
 
     def wake(self, tags: Collection[str] | None) -> dict[str, Any]:
@@ -69,7 +85,9 @@ class Transitions:
         """
         if not self.is_sleeping:
             return self._describe(self._memory.wake(tags))
-        return self._describe(self._on_all_ranks(lambda: self._memory.wake(tags), self._back, WakeError))
+        return self._describe(
+            self._on_all_ranks(lambda: self._memory.wake(tags), self._way_back(), WakeError)
+        )
 
     def start_wake(self) -> dict[str, Any]:
         """Wake everything, but return while the weights are still on their way: until ``finish_wake``, steps
@@ -80,13 +98,15 @@ class Transitions:
         """
         if not self.is_sleeping:
             return self._describe(self._memory.wake())
-        report = self._on_all_ranks(lambda: self._memory.wake(streamed=True), self._back, WakeError)
-        self._landing = True
-        return self._describe(report)
+        self._back = self._way_back()
+        return self._describe(
+            self._on_all_ranks(lambda: self._memory.wake(streamed=True), self._back, WakeError)
+        )
 
     @property
     def is_landing(self) -> bool:
-        return self._landing
+        """Bytes of a streamed wake are on their way, or not yet verified."""
+        return self._memory.is_landing
 
     def wait_for(self, names: Sequence[str]) -> None:
         """Makes the device wait until these weights have landed."""
@@ -98,11 +118,14 @@ class Transitions:
         Raises:
             WakeError: not so on some rank; all are asleep.
         """
-        self._landing = False
         return self._describe(self._on_all_ranks(self._memory.finish_wake, self._back, WakeError))
 
-    def _back(self) -> None:
-        self._memory.sleep(self._level)
+    def _way_back(self) -> Callable[[], object]:
+        """Puts to sleep again what is asleep now."""
+        level, keep = self._level, self._keep
+        missing = sum(self._memory.missing_bytes.values())
+        nbytes = missing if level is SleepLevel.KEEP_WEIGHTS else None
+        return lambda: self._memory.sleep(level, nbytes=nbytes, keep=keep)
 
     def _on_all_ranks(
         self, act: Callable[[], Any], undo: Callable[[], object], error: type[TransitionError]
@@ -123,7 +146,12 @@ class Transitions:
 
     def _describe(self, report: SleepReport | WakeReport) -> dict[str, Any]:
         tags = self._memory.sleeping_tags
-        return {**asdict(report), "is_sleeping": bool(tags), "sleeping_tags": list(tags)}
+        return {
+            **asdict(report),
+            "is_sleeping": bool(tags),
+            "sleeping_tags": list(tags),
+            "missing_bytes": self._memory.missing_bytes,
+        }
 
 
 def _nothing() -> None:

@@ -18,6 +18,7 @@ class KVTensors:
 
     def __init__(self, groups: Sequence[CacheGroup], storage: Sequence[Tensor], dtype: torch.dtype) -> None:
         self.groups = tuple(groups)
+        self.storage = tuple(storage)
         self.dtype = dtype
         views: dict[int, LayerKV] = {}
         group_of: dict[int, int] = {}

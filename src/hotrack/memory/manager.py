@@ -145,6 +145,11 @@ class MemoryManager:
         return tuple(tag for tag in TAGS if any(r.tag == tag and not r.mapped for r in self.regions))
 
     @property
+    def is_landing(self) -> bool:
+        """A streamed wake is under way."""
+        return self._waking is not None
+
+    @property
     def is_sleeping(self) -> bool:
         """Some region is asleep. Level 0 does not count: it touches no memory."""
         return bool(self.sleeping_tags)

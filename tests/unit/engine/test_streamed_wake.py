@@ -30,6 +30,7 @@ class Landing:
 
     def wake(self, tags: Sequence[str] | None = None, *, streamed: bool = False) -> WakeReport:
         self.log.append("streamed" if streamed else "wake")
+        self._memory.is_landing = streamed
         return self._wake(tags)
 
     def wait_for(self, names: Sequence[str]) -> None:
@@ -37,6 +38,7 @@ class Landing:
 
     def finish_wake(self) -> WakeReport:
         self.log.append("finish")
+        self._memory.is_landing = False
         if self.fail:
             self._memory.sleep(1)
             raise ChecksumError("weights came back wrong")
