@@ -59,8 +59,8 @@ DERIVED = {
     "num_threads": "CPU cores / ranks",
     "awake_bytes": "measured",
     "residue_bytes": "measured",
-    "budget_bytes": "-",
-    "margin_bytes": "0",
+    "budget_bytes": "see there",
+    "margin_bytes": "see there",
     "level": "1; 0 for `cmd`",
     "sleep_level": "`pool.sleep.level`",
     "ttl_s": "`globalTTL`",
@@ -75,6 +75,7 @@ DERIVED = {
 
 ENVIRONMENT = {
     "CC": "C compiler for kernels that are built on this machine; default `cc`, `gcc` or `clang`.",
+    "CUDA_VISIBLE_DEVICES": "Which GPUs members may use, in which order; a model's `env` wins.",
     "GLIBC_TUNABLES": "Heap settings of the processes that compute; yours replace hotrack's.",
     "GOMP_SPINCOUNT": "How long the threads of those processes spin at a barrier; yours replaces hotrack's.",
     "HOTRACK_API_KEY": "Default of every `--api-key`.",

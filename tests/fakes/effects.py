@@ -35,6 +35,9 @@ class FakeEffects:
     def refuse(self, request: Request, error: HotrackError) -> None:
         self.calls.append((error.code, request.request_id))
 
+    def conclude(self, request: Request, *, passed: bool) -> None:
+        self.calls.append(("confirm" if passed else "revoke", request.request_id))
+
     def abandon(self, request: Request) -> None:
         self.calls.append(("abandon", request.request_id))
 

@@ -125,7 +125,7 @@ class FakeMember:
         self._reachable()
         return self.sleeping
 
-    async def sleep(self, mode: SleepMode) -> None:
+    async def sleep(self, mode: SleepMode, nbytes: int | None = None) -> None:
         self._reachable()
         self.world.note(self.spec.name, f"sleep:{mode}")
         if self._streams and mode is not SleepMode.ABORT:
@@ -145,7 +145,7 @@ class FakeMember:
         if fault == "error_after":
             raise MemberFailedError("sleep answered 500: assertion")
 
-    async def wake_up(self) -> None:
+    async def wake_up(self, *, streamed: bool = False) -> None:
         self._reachable()
         self.world.note(self.spec.name, "wake")
         await asyncio.sleep(self.wake_s)

@@ -14,6 +14,10 @@ class FakeLease:
     abandoned: asyncio.Event = field(default_factory=asyncio.Event)
     on_first_byte: Callable[[], None] = lambda: None
     deaths: list[str] = field(default_factory=list)
+    verdict: "asyncio.Future[bool] | None" = None
+
+    async def verified(self) -> bool:
+        return True if self.verdict is None else await self.verdict
 
     def first_byte(self) -> None:
         self.on_first_byte()

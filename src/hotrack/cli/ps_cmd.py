@@ -41,7 +41,10 @@ def ps(
 
 def show(console: "Console", members: list[dict[str, Any]], swaps: list[dict[str, Any]] | None) -> None:
     """Tables as wide as they need, without their least important columns where the console is narrower."""
-    console.print(fitting(console, MEMBER_COLUMNS, members, drop=("pid", "slept", "awake", "asleep")))
+    on_gpus = any(row["device"] != "host" for row in members)
+    columns = tuple(column for column in MEMBER_COLUMNS if on_gpus or column[0] != "device")
+    spare = ("pid", "slept", "device", "awake", "asleep")
+    console.print(fitting(console, columns, members, drop=spare))
     for row in members:
         if row["last_error"]:
             console.print(f"{row['name']}: {row['last_error']}", markup=False)
@@ -108,6 +111,7 @@ def _milliseconds(key: str) -> Callable[[dict[str, Any]], str]:
 MEMBER_COLUMNS: tuple[Column, ...] = (
     ("member", False, lambda row: row["name"]),
     ("state", False, lambda row: row["state"]),
+    ("device", False, lambda row: row["device"]),
     ("memory", True, _size("memory_bytes")),
     ("awake", True, _size("awake_bytes")),
     ("asleep", True, _size("residue_bytes")),

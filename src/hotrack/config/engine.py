@@ -9,7 +9,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 DEVICES = ("auto", "cpu", "cuda")  # also cuda:N
 LOAD_FORMATS = ("auto", "dummy")
 
-_ONE_CUDA_DEVICE = re.compile(r"cuda:\d{1,3}")
+ONE_DEVICE = r"cuda:\d{1,3}"  # one of several
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("load_format", self.load_format, LOAD_FORMATS)
-        if not _ONE_CUDA_DEVICE.fullmatch(self.device):
+        if not re.fullmatch(ONE_DEVICE, self.device):
             _one_of("device", self.device, DEVICES, hint="; one of several GPUs is cuda:N")
         for name in ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "block_size"):
             if getattr(self, name) < 1:

@@ -43,6 +43,11 @@ def native_kernels() -> bool:
     return os.environ.get("HOTRACK_NATIVE", "1").lower() not in ("0", "false", "no", "off")
 
 
+def visible_devices() -> str | None:
+    """CUDA_VISIBLE_DEVICES: which GPUs processes that we start may use, and in which order."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
 def expand(name: str) -> str | None:
     """Value for ``${env.NAME}`` in a pool file; None when unset."""
     return os.environ.get(name)

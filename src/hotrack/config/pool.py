@@ -8,7 +8,7 @@ These dataclasses say what may be written and with which defaults; ``config.pool
 from dataclasses import dataclass, field
 from typing import Any
 
-from hotrack.config.engine import DEVICES, DTYPES, LOAD_FORMATS
+from hotrack.config.engine import DEVICES, DTYPES, LOAD_FORMATS, ONE_DEVICE
 from hotrack.config.schema import Anything, Block, Duration, Flag, ListOf, MapOf, Number, Size, Text, option
 
 SECONDS = Number(0, whole=False)
@@ -35,7 +35,9 @@ class EngineOptions:
     load_format: str | None = option(
         Text(LOAD_FORMATS), None, doc="dummy makes random weights for a config.json."
     )
-    device: str | None = option(Text(DEVICES), None, doc="auto: a GPU if there is one, else the CPU.")
+    device: str | None = option(
+        Text(DEVICES, also=ONE_DEVICE), None, doc="Also cuda:N. auto: a GPU if there is one, else the CPU."
+    )
     tensor_parallel_size: int | None = option(Number(1), None, doc="Ranks that share the model.")
     max_model_len: int | None = option(Number(1), None, doc="Prompt plus completion, in tokens.")
     max_num_seqs: int | None = option(Number(1), None, doc="Sequences in one batch.")
@@ -61,6 +63,11 @@ class MemberMemory:
 
     awake_bytes: int | None = option(Size(), None, key="awake", doc="Most memory held while awake.")
     residue_bytes: int | None = option(Size(), None, key="residue", doc="Most memory held while asleep.")
+    device: str | None = option(
+        Text(("cpu", "cuda"), also=ONE_DEVICE),
+        None,
+        doc="Where a server that is not hotrack's own holds it: on the host, or a GPU (also cuda:N).",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,9 +139,15 @@ class MemoryConfig:
     """What the members may use together on each device of their group."""
 
     budget_bytes: int | None = option(
-        Size(), None, key="budget", doc="Bytes for all members of a group; without it one is awake at a time."
+        Size(),
+        None,
+        key="budget",
+        doc="Bytes for all members of a group. Default: on a GPU what others leave of it; else one member is "
+        "awake at a time.",
     )
-    margin_bytes: int | None = option(Size(), None, key="margin", doc="Kept free for what nobody measured.")
+    margin_bytes: int | None = option(
+        Size(), None, key="margin", doc="Kept free. Default: of a whole GPU 1 %, at least 256 MiB."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

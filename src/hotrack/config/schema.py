@@ -6,6 +6,7 @@ itself as JSON schema. An unknown key is an error that names the nearest known o
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -93,20 +94,27 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Text:
+    """Any string, or one of ``choices``, or one that matches the pattern ``also``."""
+
     choices: tuple[str, ...] = ()
+    also: str = ""
 
     def parse(self, context: Reading, place: Place, value: Any) -> str:
         if isinstance(value, dict | list | bool):
             context.document.fail(place, f"must be a string, got {_shown(value)}")
         text = str(value)
-        if self.choices and text not in self.choices:
+        known = not self.choices or text in self.choices
+        if not known and not (self.also and re.fullmatch(self.also, text)):
             context.document.fail(
                 place, f"must be one of {', '.join(map(repr, self.choices))}; got {_shown(text)}"
             )
         return text
 
     def json_schema(self) -> dict[str, Any]:
-        return {"type": "string", "enum": list(self.choices)} if self.choices else {"type": "string"}
+        if not self.choices:
+            return {"type": "string"}
+        listed = {"type": "string", "enum": list(self.choices)}
+        return {"anyOf": [listed, {"type": "string", "pattern": f"^{self.also}$"}]} if self.also else listed
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,17 +8,16 @@ from typing import Any, TypeVar
 
 from hotrack.config.pool import CanaryConfig, EngineOptions, ModelConfig, PoolConfig
 from hotrack.core.errors import ConfigError
+from hotrack.gateway.devices import environment_of, gpu_of, stated_budgets
 from hotrack.gateway.request import Route
 from hotrack.gateway.routes import Routes
 from hotrack.members.spec import CanarySpec, Deadlines, MemberSpec
 from hotrack.plan.ledger import (
     MIB,
-    DeviceBudget,
     Footprint,
     GpuLedger,
     assumed,
     format_bytes,
-    operator,
     stated,
 )
 from hotrack.pool.policy import PoolPolicy
@@ -55,16 +54,6 @@ def make_routes(config: PoolConfig) -> Routes:
     return Routes(by_name, [name for name, model in config.models.items() if not model.unlisted])
 
 
-def device_budgets(config: PoolConfig) -> dict[str, DeviceBudget]:
-    """What each device group may use, when the file says so."""
-    memory = config.pool.memory
-    if memory.budget_bytes is None:
-        return {}
-    groups = dict.fromkeys(model.device_group for model in config.models.values())
-    margin = operator(memory.margin_bytes or 0)
-    return {group: DeviceBudget(memory.budget_bytes, margin=margin, device=group) for group in groups}
-
-
 def check_budget(config: PoolConfig, weight_bytes: Mapping[str, int]) -> tuple[str, ...]:
     """Warnings of the plan in which each member is awake alone. ``weight_bytes``: per member, as far as its
     files tell; memory stated in the file wins. What a process of our own engine holds besides is unknown
@@ -74,7 +63,7 @@ def check_budget(config: PoolConfig, weight_bytes: Mapping[str, int]) -> tuple[s
         ConfigError: a member cannot be awake even alone; the message has the arithmetic.
     """
     warnings: list[str] = []
-    for group, budget in device_budgets(config).items():
+    for group, budget in stated_budgets(config).items():
         specs = [spec for spec in member_specs(config) if spec.device_group == group]
         known = [_footprint(spec, config, weight_bytes.get(spec.name, 0)) for spec in specs]
         warnings += GpuLedger.of(budget, known).check_each_alone()
@@ -116,6 +105,7 @@ def _member(name: str, model: ModelConfig, config: PoolConfig) -> MemberSpec:
     level = pool.sleep.level if model.sleep_level is None else model.sleep_level
     if level is None:
         level = 0 if model.cmd is not None else 1  # any server can be stopped; only some can sleep
+    gpu = gpu_of(model)
     ttl = config.global_ttl_s if model.ttl_s is None or model.ttl_s < 0 else model.ttl_s
     return MemberSpec(
         name=name,
@@ -134,6 +124,10 @@ def _member(name: str, model: ModelConfig, config: PoolConfig) -> MemberSpec:
         ttl_s=ttl,
         max_in_flight=model.concurrency_limit or None,
         auto_wake=model.auto_wake,
+        device=gpu,
+        partial_sleep=gpu is not None and model.model is not None,
+        streamed_wake=gpu is not None and model.model is not None,
+        resets_itself=model.model is not None,
         canary=_canary(model.canary or pool.canary),
         deadlines=_deadlines(model, config),
     )
@@ -143,7 +137,7 @@ def _environment(model: ModelConfig) -> dict[str, str]:
     """Extra variables of the member's process. Our own engine listens on a private socket and must not ask
     for the key that the gateway's clients use."""
     own = {} if model.model is None else {"HOTRACK_API_KEY": ""}
-    return {**own, **dict(entry.split("=", 1) for entry in model.env)}
+    return {**own, **environment_of(model)}
 
 
 def _deadlines(model: ModelConfig, config: PoolConfig) -> Deadlines:

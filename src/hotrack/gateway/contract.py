@@ -18,6 +18,10 @@ class Lease(Protocol):
         """Set when the drain deadline passed: the request must end now."""
         ...
 
+    async def verified(self) -> bool:
+        """Wait until bytes of the answer may leave. False: they never may; ask for another lease."""
+        ...
+
     def first_byte(self) -> None:
         """The first byte of the answer is here; called at most once."""
         ...

@@ -35,7 +35,7 @@ from hotrack.gateway.request import (
     rewrite,
 )
 from hotrack.gateway.routes import Routes
-from hotrack.gateway.upstream import Headers, UpstreamError
+from hotrack.gateway.upstream import Headers, UpstreamError, UpstreamResponse
 from hotrack.gateway.upstreams import Upstreams
 from hotrack.gateway.waiting import Heartbeats
 from hotrack.obs.log import get_logger
@@ -106,6 +106,7 @@ class _Call:
     request_id: str
     reply: Reply
     deadline_s: float | None = None
+    began: float | None = None
     body: bytes = b""
     envelope: Envelope = field(default_factory=Envelope)
     route: Route | None = None
@@ -167,6 +168,11 @@ class Proxy:
         call.body = rewrite(call.body, call.envelope.model, call.route)
 
     async def _serve(self, call: _Call, send: Send, interruption: _Interruption) -> None:
+        while not await self._answered(call, send, interruption):
+            pass  # its member's wake failed before a byte had left: the request waits again
+
+    async def _answered(self, call: _Call, send: Send, interruption: _Interruption) -> bool:
+        """False: the member that had begun to answer turned out not to be fit for it; nothing was sent."""
         assert call.route is not None
         member = call.route.member
         async with AsyncExitStack() as stack:
@@ -175,8 +181,17 @@ class Proxy:
             watcher = asyncio.create_task(interruption.when_abandoned(lease, member))
             try:
                 connections = self._upstreams.of(member, lease.endpoint)
-                response = await connections.request(b"POST", call.target, call.headers, call.body)
+                response: UpstreamResponse | None = None
                 try:
+                    response = await connections.request(b"POST", call.target, call.headers, call.body)
+                except UpstreamError:
+                    if await lease.verified():
+                        raise
+                if response is None:
+                    return False
+                try:
+                    if not await lease.verified():
+                        return False
                     await call.reply.forward(response, lease.first_byte)
                     if reason := engine_death(call.reply.end):
                         lease.engine_dead(reason)
@@ -184,23 +199,34 @@ class Proxy:
                     response.close()
             finally:
                 watcher.cancel()
+        return True
 
     async def _acquire(self, call: _Call, send: Send, member: str, stack: AsyncExitStack) -> Lease:
         manager = self._pool.lease(
             member,
-            deadline_s=call.deadline_s,
+            deadline_s=self._remaining_s(call),
             priority=call.envelope.priority or 0,
             request_id=call.request_id,
         )
         if not call.envelope.stream:
             return await stack.enter_async_context(manager)
-        beats = Heartbeats(send, self._clock, [(b"x-request-id", call.request_id.encode())])
+        request_id = (b"x-request-id", call.request_id.encode())
+        beats = Heartbeats(send, self._clock, [request_id], started=call.reply.started)
         try:
             async with beats:
                 return await stack.enter_async_context(manager)
         finally:
             if beats.started:
                 call.reply.adopt_stream()
+
+    def _remaining_s(self, call: _Call) -> float | None:
+        """Of the client's own deadline, which a second attempt does not renew."""
+        if call.deadline_s is None:
+            return None
+        if call.began is None:
+            call.began = self._clock.now()
+            return call.deadline_s
+        return max(0.0, call.deadline_s - (self._clock.now() - call.began))
 
     async def _fail(self, call: _Call, error: Exception) -> None:
         if isinstance(error, ClientGoneError):

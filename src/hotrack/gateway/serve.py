@@ -17,7 +17,10 @@ from hotrack.core.errors import ConfigError, HotrackError
 from hotrack.core.runtime_dir import remove_leftovers
 from hotrack.gateway.app import Gateway, create_app
 from hotrack.gateway.auth import Keys
-from hotrack.gateway.build import device_budgets, member_specs, pool_policy
+from hotrack.gateway.build import member_specs, pool_policy
+from hotrack.gateway.devices import find_budgets, settle_devices
+from hotrack.members.gpu import Gpus
+from hotrack.members.member import MemberFactory
 from hotrack.obs.log import get_logger
 from hotrack.openai.protocol import BoundedProtocol
 from hotrack.pool.pool import Pool
@@ -113,7 +116,16 @@ async def _serve(
 ) -> None:
     for path in remove_leftovers():
         log.info("removed %s, left behind by a killed gateway", path)
-    pool = Pool(member_specs(config), pool_policy(config), budgets=device_budgets(config), log_dir=log_dir)
+    gpus = Gpus()
+    config = settle_devices(config, gpus)
+    budgets = find_budgets(config, gpus)
+    pool = Pool(
+        member_specs(config),
+        pool_policy(config),
+        budgets=budgets.of,
+        gpus=budgets.gpus,
+        connect=MemberFactory(log_dir, gpus),
+    )
     app = create_app(pool, config, keys)
     server = Server(uvicorn_config(app, access_log=access_log), on_exit=app.stopping.set)
     preload = next(iter(config.hooks.on_startup.preload), None)

@@ -17,10 +17,12 @@ HEARTBEAT_S = 5.0
 
 
 class Heartbeats:
-    """Async context manager around a wait; ``started`` tells whether the 200 was sent meanwhile."""
+    """Async context manager around a wait; ``started`` tells whether the 200 was sent, be it before."""
 
-    def __init__(self, send: Send, clock: Clock, headers: list[tuple[bytes, bytes]]) -> None:
-        self.started = False
+    def __init__(
+        self, send: Send, clock: Clock, headers: list[tuple[bytes, bytes]], *, started: bool = False
+    ) -> None:
+        self.started = started
         self._send = send
         self._clock = clock
         self._headers = headers
@@ -40,8 +42,10 @@ class Heartbeats:
     async def _run(self) -> None:
         await self._clock.sleep(PATIENCE_S)
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        await self._send({"type": "http.response.start", "status": 200, "headers": headers + self._headers})
-        self.started = True
+        if not self.started:
+            head = {"type": "http.response.start", "status": 200, "headers": headers + self._headers}
+            await self._send(head)
+            self.started = True
         while True:
             await self._send({"type": "http.response.body", "body": HEARTBEAT, "more_body": True})
             await self._clock.sleep(HEARTBEAT_S)

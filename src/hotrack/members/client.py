@@ -52,13 +52,19 @@ class MemberClient:
             )
         return value
 
-    async def sleep(self, level: int, mode: SleepMode) -> None:
+    async def sleep(self, level: int, mode: SleepMode, nbytes: int | None = None) -> dict[str, Any]:
+        """The engine's own report, {} when it gives none. ``nbytes``: give back only about so many."""
         params = {"level": str(level), "mode": str(mode)}
-        await self._call("POST", "/sleep", self._spec.deadlines.sleep_s, params=params)
+        if nbytes is not None:
+            params["nbytes"] = str(nbytes)
+        return _report(await self._call("POST", "/sleep", self._spec.deadlines.sleep_s, params=params))
 
-    async def wake_up(self, tags: Sequence[str] = ()) -> None:
+    async def wake_up(self, tags: Sequence[str] = (), *, streamed: bool = False) -> dict[str, Any]:
+        """The engine's own report, {} when it gives none. ``streamed``: see ``MemberSpec.streamed_wake``."""
         params = [("tags", tag) for tag in tags]
-        await self._call("POST", "/wake_up", self._spec.deadlines.wake_s, params=params)
+        if streamed:
+            params.append(("streamed", "true"))
+        return _report(await self._call("POST", "/wake_up", self._spec.deadlines.wake_s, params=params))
 
     async def reload_weights(self) -> None:
         """Level 2 dropped the weights; the engine reads them again in place."""
@@ -157,6 +163,11 @@ def _json_object(raw: bytes) -> dict[str, Any]:
     except msgspec.DecodeError:
         return {}  # e.g. a plain "OK" from /health; callers that need fields check for them
     return body if isinstance(body, dict) else {}
+
+
+def _report(body: dict[str, Any]) -> dict[str, Any]:
+    report = body.get("report")
+    return report if isinstance(report, dict) else {}
 
 
 def _reason(raw: bytes) -> str:

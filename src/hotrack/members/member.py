@@ -2,20 +2,23 @@
 probe).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from hotrack.core.errors import MemberFailedError
 from hotrack.core.lifecycle import SleepMode
 from hotrack.members.canary import CanaryAnswer
 from hotrack.members.client import MemberClient
 from hotrack.members.endpoint import Endpoint
-from hotrack.members.probe import MemoryProbe, ProcessTreeProbe
+from hotrack.members.gpu import Gpus
+from hotrack.members.probe import GpuProbe, MemoryProbe, ProcessTreeProbe
 from hotrack.members.process import MemberProcess
-from hotrack.members.spec import MemberSpec
+from hotrack.members.spec import MIB, MemberSpec
+from hotrack.obs.log import get_logger
 
+log = get_logger(__name__)
 ExitCallback = Callable[[int], None]
 
 
@@ -55,12 +58,14 @@ class Member(Protocol):
 
     async def is_sleeping(self) -> bool: ...
 
-    async def sleep(self, mode: SleepMode) -> None:
-        """Sleep at ``spec.sleep_level``. Sleeping twice is fine."""
+    async def sleep(self, mode: SleepMode, nbytes: int | None = None) -> None:
+        """Sleep at ``spec.sleep_level``. Sleeping twice is fine. ``nbytes`` (``spec.partial_sleep``): give
+        back only about so many more bytes."""
         ...
 
-    async def wake_up(self) -> None:
-        """Wake fully; level 2 reloads the weights. Prefix caches that outlived their KV are reset."""
+    async def wake_up(self, *, streamed: bool = False) -> None:
+        """Wake fully; level 2 reloads the weights. Prefix caches that outlived their KV are reset.
+        ``streamed`` (``spec.streamed_wake``): weights may still be on their way."""
         ...
 
     async def ask(self, prompt: str, max_tokens: int) -> CanaryAnswer: ...
@@ -79,18 +84,32 @@ class MemberFactory:
     """Makes real members. ``log_dir``: one log file per member there (None: only the ring buffer)."""
 
     log_dir: Path | None = None
-    probe: MemoryProbe = field(default_factory=ProcessTreeProbe)
+    gpus: Gpus = field(default_factory=Gpus)
 
     def __call__(self, spec: MemberSpec) -> Member:
-        return EngineMember(spec, log_dir=self.log_dir, probe=self.probe)
+        """Raises ConfigError: there is no such GPU as ``spec.device``."""
+        return EngineMember(spec, log_dir=self.log_dir, probe=self._probe(spec))
+
+    def _probe(self, spec: MemberSpec) -> MemoryProbe | None:
+        if spec.device is None:
+            return ProcessTreeProbe()
+        gpu = self.gpus.find(spec.device, spec.env)
+        return None if gpu is None else GpuProbe(spec.name, gpu)
 
 
 class EngineMember:
-    """A member with vLLM's HTTP dialect, launched by us or only known by its URL."""
+    """A member with vLLM's HTTP dialect, launched by us or only known by its URL.
 
-    def __init__(self, spec: MemberSpec, *, log_dir: Path | None, probe: MemoryProbe) -> None:
+    Its memory is measured by ``probe``; its own word (``device_after_bytes`` in its reports) is compared with
+    that, and stands in for it where nobody else can tell: without a probe, or for an engine of somebody else.
+    """
+
+    def __init__(self, spec: MemberSpec, *, log_dir: Path | None, probe: MemoryProbe | None) -> None:
         self.spec = spec
         self._probe = probe
+        self._word: int | None = None  # what it said to hold on its device, last
+        self._word_is_new = False
+        self._doubted = False
         self._process = MemberProcess(spec, log_dir=log_dir) if spec.command else None
         self._client: MemberClient | None = None
         self._endpoint = Endpoint(spec.url.rstrip("/")) if spec.url else Endpoint("")
@@ -114,6 +133,8 @@ class EngineMember:
     async def launch(self) -> None:
         if self._process:
             await self.close()
+            self._forget()
+            self._moving()
             self._endpoint = await self._process.start()
 
     async def stop(self) -> None:
@@ -122,7 +143,9 @@ class EngineMember:
                 f"{self.spec.name} runs outside hotrack at {self.spec.url}; stop it where it was started"
             )
         await self.close()
+        self._moving()
         await self._process.stop()
+        self._forget()
 
     async def healthy(self) -> bool:
         return await self._api().healthy()
@@ -130,25 +153,34 @@ class EngineMember:
     async def is_sleeping(self) -> bool:
         return await self._api().is_sleeping()
 
-    async def sleep(self, mode: SleepMode) -> None:
-        await self._api().sleep(self.spec.sleep_level or 1, mode)
+    async def sleep(self, mode: SleepMode, nbytes: int | None = None) -> None:
+        self._moving()
+        self._hear(await self._api().sleep(self.spec.sleep_level or 1, mode, nbytes))
 
-    async def wake_up(self) -> None:
+    async def wake_up(self, *, streamed: bool = False) -> None:
         api = self._api()
+        self._moving()
         if self.spec.sleep_level == 2:
             await api.wake_up(("weights",))
             await api.reload_weights()
-            await api.wake_up(("kv_cache",))
+            self._hear(await api.wake_up(("kv_cache",)))
         else:
-            await api.wake_up()
-        await api.reset_prefix_cache()
+            self._hear(await api.wake_up(streamed=streamed))
+        if not self.spec.resets_itself:
+            await api.reset_prefix_cache()
 
     async def ask(self, prompt: str, max_tokens: int) -> CanaryAnswer:
         return await self._api().ask(prompt, max_tokens)
 
     async def memory_bytes(self) -> int | None:
         pid = self.pid
-        return None if pid is None else await self._probe.memory_bytes(pid)
+        if pid is None and self._process is not None:
+            return None
+        measured = None if pid is None or self._probe is None else await self._probe.memory_bytes(pid)
+        if measured is None:
+            return self._word
+        self._compare(measured)
+        return measured
 
     def logs(self) -> list[str]:
         return self._process.logs() if self._process else []
@@ -158,6 +190,34 @@ class EngineMember:
         if self._client is not None:
             client, self._client = self._client, None
             await client.close()
+
+    def _moving(self) -> None:
+        if self._probe is not None:
+            self._probe.moving()
+
+    def _forget(self) -> None:
+        self._word = None
+        if self._probe is not None:
+            self._probe.gone()
+
+    def _hear(self, report: Mapping[str, Any]) -> None:
+        word = report.get("device_after_bytes")
+        self._word = word if isinstance(word, int) else None
+        self._word_is_new = self._word is not None
+
+    def _compare(self, measured: int) -> None:
+        """Once after each transition; said once."""
+        if not self._word_is_new or self._word is None:
+            return
+        self._word_is_new = False
+        if abs(measured - self._word) > self.spec.tolerance_bytes and not self._doubted:
+            self._doubted = True
+            log.warning(
+                "%s says that it holds %d MiB on its device, the driver says %d MiB; the driver counts",
+                self.spec.name,
+                self._word // MIB,
+                measured // MIB,
+            )
 
     def _api(self) -> MemberClient:
         if self._client is None:

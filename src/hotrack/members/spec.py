@@ -52,6 +52,11 @@ class MemberSpec:
     "measure it". ``swap_bytes``: what must leave on sleep and return on wake (the weights); None turns that
     check off. ``tolerance_bytes`` widens each of the three. ``ttl_s``: sleep after that long idle, 0 = never.
     ``max_in_flight``: requests admitted at once, the others queue; None = no limit.
+    ``device``: the GPU on which its memory is counted, "cuda" or "cuda:N" as its process numbers them; None:
+    resident memory of the host. ``partial_sleep``: its ``/sleep`` takes ``nbytes``, so a swap need not move
+    more than is lacking. ``streamed_wake``: its ``/wake_up`` takes ``streamed=true``: it answers while
+    weights are still on their way, takes requests, and lets no answer out before they are verified.
+    ``resets_itself``: its prefix cache is empty after a wake without ``/reset_prefix_cache``.
     """
 
     name: str
@@ -72,6 +77,10 @@ class MemberSpec:
     ttl_s: float = 0.0
     max_in_flight: int | None = None
     auto_wake: bool = True
+    device: str | None = None
+    partial_sleep: bool = False
+    streamed_wake: bool = False
+    resets_itself: bool = False
     canary: CanarySpec = field(default_factory=CanarySpec)
     deadlines: Deadlines = field(default_factory=Deadlines)
 

@@ -11,6 +11,7 @@ members awake their pool and nonpool terms add up.
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import ClassVar
 
 from hotrack.core.errors import ConfigError
 
@@ -102,6 +103,7 @@ class GpuLedger:
 
     budget: DeviceBudget
     footprints: Mapping[str, Footprint]
+    counts_bytes: ClassVar[bool] = True
 
     @classmethod
     def of(cls, budget: DeviceBudget, footprints: Iterable[Footprint]) -> "GpuLedger":
@@ -168,6 +170,9 @@ class GpuLedger:
         pool.
         """
         return self._with(replace(self.footprints[name], pool=awake, nonpool=NOTHING))
+
+    def with_foreign(self, foreign: Term) -> "GpuLedger":
+        return replace(self, budget=replace(self.budget, foreign=foreign))
 
     def _with(self, footprint: Footprint) -> "GpuLedger":
         return replace(self, footprints={**self.footprints, footprint.name: footprint})

@@ -2,22 +2,31 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from hotrack.plan.ledger import GpuLedger, Term, Verdict
 
 
 class Capacity(Protocol):
+    """``counts_bytes``: verdicts are sums of bytes, not of heads."""
+
+    @property
+    def counts_bytes(self) -> bool: ...
+
     def fits(self, awake: Collection[str], *, absent: Collection[str] = ()) -> Verdict: ...
 
     def with_residue(self, name: str, residue: Term) -> "Capacity": ...
 
     def with_awake(self, name: str, awake: Term) -> "Capacity": ...
 
+    def with_foreign(self, foreign: Term) -> "Capacity": ...
+
 
 @dataclass(frozen=True, slots=True)
 class OneAtATime:
     """Without a budget, one awake member has the whole device."""
+
+    counts_bytes: ClassVar[bool] = False
 
     def fits(self, awake: Collection[str], *, absent: Collection[str] = ()) -> Verdict:
         del absent
@@ -30,6 +39,10 @@ class OneAtATime:
 
     def with_awake(self, name: str, awake: Term) -> "OneAtATime":
         del name, awake
+        return self
+
+    def with_foreign(self, foreign: Term) -> "OneAtATime":
+        del foreign
         return self
 
 

@@ -23,6 +23,8 @@ from hotrack.plan.ledger import MIB, format_bytes
 T = TypeVar("T")
 FLAT_S = 1.0  # a sleeper that gave back a part and then nothing for this long will not give back the rest
 FLAT_BYTES = MIB
+FIRST_POLL_S = 0.001  # a sleep may take 10 ms, and reading a GPU's memory costs 0.05 ms
+POLL_SHARE = 0.1  # later readings come after this share of the time waited so far
 
 
 class CanaryMismatchError(WakeError):
@@ -45,7 +47,25 @@ class CheckedMember:
         self._poll_s = poll_s
         self._baseline: tuple[CanaryAnswer, ...] | None = None
         self._asleep_bytes: int | None = None
+        self._gave_bytes: int | None = None  # in its last sleep
         self._first_residue_bytes: int | None = None
+        self._back_by: float | None = None  # of a streamed wake whose memory was not yet seen back
+
+    @property
+    def asleep_bytes(self) -> int | None:
+        """Bytes held when it was last measured asleep."""
+        return self._asleep_bytes
+
+    @property
+    def residue_bytes(self) -> int | None:
+        """What it keeps when it gives back all it can; None before its first sleep."""
+        return self._first_residue_bytes
+
+    @property
+    def can_stream(self) -> bool:
+        """Its next wake may be streamed: only a canary with a record proves that it landed."""
+        streams = self.spec.streamed_wake and self.spec.sleep_level == 1
+        return streams and bool(self.spec.canary.prompts) and self._baseline is not None
 
     @property
     def external(self) -> bool:
@@ -67,32 +87,40 @@ class CheckedMember:
         except HotrackError as error:
             raise MemberFailedError(f"{error.message}{last_words(self.member.logs())}") from error
 
-    async def sleep(self, mode: SleepMode, before: int | None) -> int | None:
-        """Bytes held asleep, once they are down to the residue. ``before``: bytes held awake.
+    async def sleep(self, mode: SleepMode, before: int | None, nbytes: int | None = None) -> int | None:
+        """Bytes held asleep, once they are down to the residue. ``before``: bytes held until then.
+        ``nbytes``: only about so many need to go.
 
         Raises:
             SleepError: asked twice, the second time dropping every request, it did not give its memory back.
         """
         try:
-            held = await self._sleep_once(mode, before)
+            held = await self._sleep_once(mode, before, nbytes)
         except HotrackError as first:
             if not self.member.alive:
                 raise SleepError(f"{self.spec.name} died falling asleep: {first.message}") from first
             try:
+                nbytes = None
                 held = await self._sleep_once(SleepMode.ABORT, before)
             except HotrackError as second:
                 kept = f"{self.spec.name} did not give its memory back: {second.message}"
                 raise SleepError(kept) from second
         self._asleep_bytes = held
-        if self._first_residue_bytes is None:
+        self._gave_bytes = None if before is None or held is None else before - held
+        if self._first_residue_bytes is None and nbytes is None:
             self._first_residue_bytes = held
         return held
 
-    async def wake(self) -> None:
-        """Until the engine says that it is awake and its swappable bytes are back."""
+    async def wake(self, *, streamed: bool = False) -> None:
+        """Until the engine says that it is awake and its swappable bytes are back. ``streamed``: until it
+        takes requests; ``verify`` then sees to the rest."""
         deadline = self._clock.now() + self.spec.deadlines.wake_s
-        await self._within(self.spec.deadlines.wake_s, self.member.wake_up(), "wake_up")
-        await self._until_back(min(deadline, self._clock.now() + self.spec.deadlines.release_s))
+        wake_up = self.member.wake_up(streamed=True) if streamed else self.member.wake_up()
+        await self._within(self.spec.deadlines.wake_s, wake_up, "wake_up")
+        back_by = min(deadline, self._clock.now() + self.spec.deadlines.release_s)
+        self._back_by = back_by if streamed else None
+        if not streamed:
+            await self._until_back(back_by)
 
     async def put_back(self) -> bool:
         """After a failed wake: True when it is measured asleep again, if need be after one more sleep."""
@@ -101,7 +129,7 @@ class CheckedMember:
         if not self.member.alive:
             return False
         try:
-            await self._sleep_once(SleepMode.ABORT, None)
+            self._asleep_bytes = await self._sleep_once(SleepMode.ABORT, None)
         except HotrackError:
             return False
         return True
@@ -121,7 +149,15 @@ class CheckedMember:
         Raises:
             CanaryMismatchError, InsufficientMemoryError, MemberFailedError: not fit for traffic.
         """
-        result = await self._canary(compare=compare)
+        back_by, self._back_by = self._back_by, None
+        back = asyncio.ensure_future(self._until_back(back_by)) if back_by is not None else None
+        try:
+            result = await self._canary(compare=compare)
+            if back is not None:
+                await back
+        finally:
+            if back is not None:
+                back.cancel()
         held, limit = await self.measure(), self.spec.awake_bytes
         if held is not None and limit is not None and held > limit + self.spec.tolerance_bytes:
             raise InsufficientMemoryError(
@@ -144,12 +180,13 @@ class CheckedMember:
         if self.external and await self.member.is_sleeping():
             await self.member.wake_up()
 
-    async def _sleep_once(self, mode: SleepMode, before: int | None) -> int | None:
-        await self._within(self.spec.deadlines.sleep_s, self.member.sleep(mode), "sleep")
-        limit, began = self._residue_limit(before), self._clock.now()
+    async def _sleep_once(self, mode: SleepMode, before: int | None, nbytes: int | None = None) -> int | None:
+        sleep = self.member.sleep(mode) if nbytes is None else self.member.sleep(mode, nbytes)
+        await self._within(self.spec.deadlines.sleep_s, sleep, "sleep")
+        limit, began = self._residue_limit(before, nbytes), self._clock.now()
         low, low_at = before, began
         while True:
-            sleeping, held, now = await self._is_sleeping(), await self.measure(), self._clock.now()
+            (sleeping, held), now = await self._look(), self._clock.now()
             gone = held is None or limit is None or held <= limit
             if sleeping and gone:
                 return held
@@ -167,25 +204,38 @@ class CheckedMember:
                 holds = f"it holds {format_bytes(held or 0)}, expected at most {format_bytes(limit or 0)}"
                 problem = holds if sleeping else "it still says that it is awake"
                 raise SleepError(f"{now - began:.1f} s after /sleep {problem}")
-            await self._clock.sleep(self._poll_s)
+            await self._pause(now - began)
 
     async def _until_back(self, until: float) -> None:
-        low = 0
+        low, began = 0, self._clock.now()
         if self.spec.swap_bytes is not None and self._asleep_bytes is not None:
-            low = self._asleep_bytes + self.spec.swap_bytes - self.spec.tolerance_bytes
+            comes = min(self.spec.swap_bytes, self._gave_bytes or self.spec.swap_bytes)
+            low = self._asleep_bytes + comes - self.spec.tolerance_bytes
         while True:
-            sleeping, held = await self._is_sleeping(), await self.measure()
+            sleeping, held = await self._look()
             if not sleeping and (held is None or held >= low):
                 return
             if self._clock.now() >= until:
                 holds = f"it holds {format_bytes(held or 0)}, expected at least {format_bytes(low)}"
                 raise WakeError("it still says that it sleeps" if sleeping else holds)
-            await self._clock.sleep(self._poll_s)
+            await self._pause(self._clock.now() - began)
 
-    def _residue_limit(self, before: int | None) -> int | None:
-        """Most bytes a sleeper may hold: as declared, else as after its first sleep, else what is left
-        without its swappable bytes; None when nothing is known."""
+    async def _look(self) -> tuple[bool, int | None]:
+        """What it says, and what it holds; asked together."""
+        sleeping, held = await asyncio.gather(self._is_sleeping(), self.measure())
+        return sleeping, held
+
+    async def _pause(self, waited_s: float) -> None:
+        """Before the next look: what takes long is looked at less often."""
+        await self._clock.sleep(min(self._poll_s, max(FIRST_POLL_S, POLL_SHARE * waited_s)))
+
+    def _residue_limit(self, before: int | None, nbytes: int | None = None) -> int | None:
+        """Most bytes a sleeper may hold: after a partial sleep what it did not have to give; as declared,
+        else as after its first sleep, else what is left without its swappable bytes; None when nothing is
+        known."""
         spec = self.spec
+        if nbytes is not None:
+            return None if before is None else max(0, before - nbytes) + spec.tolerance_bytes
         if spec.residue_bytes is not None:
             return spec.residue_bytes + spec.tolerance_bytes
         if self._first_residue_bytes is not None:

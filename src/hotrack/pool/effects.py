@@ -20,6 +20,10 @@ class Effects(Protocol):
 
     def refuse(self, request: Request, error: HotrackError) -> None: ...
 
+    def conclude(self, request: Request, *, passed: bool) -> None:
+        """A provisional grant became a real one, or its answer must be thrown away."""
+        ...
+
     def abandon(self, request: Request) -> None:
         """Tell the holder that its answer must end now."""
         ...
@@ -55,6 +59,10 @@ class AsyncEffects:
     def refuse(self, request: Request, error: HotrackError) -> None:
         assert isinstance(request, Lease)
         request.refuse(error)
+
+    def conclude(self, request: Request, *, passed: bool) -> None:
+        assert isinstance(request, Lease)
+        request.conclude(passed=passed)
 
     def abandon(self, request: Request) -> None:
         assert isinstance(request, Lease)

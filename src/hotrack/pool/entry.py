@@ -22,6 +22,7 @@ COLD = DOWN_STATES | {MemberState.STARTING}
 class Entry:
     __slots__ = (
         "awake_bytes",
+        "early",
         "first_swap",
         "holds",
         "last_error",
@@ -51,6 +52,7 @@ class Entry:
         self.holds = self.state is MemberState.UNKNOWN
         self.queue: list[Request] = []  # by Request.order
         self.leases: set[Request] = set()
+        self.early = False  # takes requests although it is still being verified
         self.first_swap: SwapRecord | None = None  # to hand to the next admitted request
         self.ready_since = -inf
         self.last_used = -inf
@@ -138,6 +140,7 @@ class Entry:
             aliases=self.spec.aliases,
             state=self.state,
             device_group=self.spec.device_group,
+            device=self.spec.device or "host",
             endpoint=str(self.member.endpoint),
             pid=self.member.pid,
             memory_bytes=self.memory_bytes,

@@ -40,7 +40,7 @@ class Lease(Request):
             DeadlineExceededError, MemberFailedError, DrainingError.
     """
 
-    __slots__ = ("_abandoned", "_error", "_future", "_owner", "endpoint")
+    __slots__ = ("_abandoned", "_error", "_future", "_owner", "_verdict", "endpoint")
 
     def __init__(
         self,
@@ -58,6 +58,7 @@ class Lease(Request):
         self._abandoned: asyncio.Event | None = None
         self._error: HotrackError | None = None
         self._future: asyncio.Future[None] | None = None
+        self._verdict: asyncio.Future[bool] | None = None
 
     @property
     def abandoned(self) -> asyncio.Event:
@@ -65,6 +66,12 @@ class Lease(Request):
         if self._abandoned is None:  # most requests end without anybody asking
             self._abandoned = asyncio.Event()
         return self._abandoned
+
+    async def verified(self) -> bool:
+        """Wait until bytes of the answer may leave: at once, except behind a wake whose weights are still on
+        their way. False: that wake failed. The answer must be thrown away and the request sent again under a
+        new lease."""
+        return True if self._verdict is None else await self._verdict
 
     def first_byte(self) -> None:
         """Tell the pool that the first byte of the answer left; cheap, call it once."""
@@ -101,8 +108,15 @@ class Lease(Request):
     def grant(self, endpoint: Endpoint) -> None:
         """For the pool's effects: the request is admitted."""
         self.endpoint = endpoint
+        if self.provisional:
+            self._verdict = asyncio.get_running_loop().create_future()
         if self._future is not None and not self._future.done():
             self._future.set_result(None)
+
+    def conclude(self, *, passed: bool) -> None:
+        """For the pool's effects: the member was verified, or will not be."""
+        if self._verdict is not None and not self._verdict.done():
+            self._verdict.set_result(passed)
 
     def refuse(self, error: HotrackError) -> None:
         """For the pool's effects: the request ends without being admitted."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from hotrack.core.clock import Clock, MonotonicClock
 from hotrack.core.errors import ConfigError, HotrackError, ModelNotFoundError
 from hotrack.core.lifecycle import MemberState
+from hotrack.members.gpu import Gpu
 from hotrack.members.member import Member, MemberFactory
 from hotrack.members.process import describe_exit
 from hotrack.members.spec import MemberSpec, check_members
@@ -33,8 +34,9 @@ WATCHED = frozenset({MemberState.READY, MemberState.ASLEEP})
 class Pool:
     """Members that take turns. Use from one event loop; ``start`` it, ``close`` it.
 
-    ``budgets``: per device group; a group without one keeps one member awake at a time. ``connect`` makes
-    the object that drives a member.
+    ``budgets``: per device group; a group without one keeps one member awake at a time. ``gpus``: of groups
+    whose budget is a whole GPU; what others hold on it is read from time to time. ``connect`` makes the
+    object that drives a member.
 
     Raises:
         ConfigError: two members with one name, or a member that can never be awake within its budget.
@@ -46,6 +48,7 @@ class Pool:
         policy: PoolPolicy | None = None,
         *,
         budgets: Mapping[str, DeviceBudget] | None = None,
+        gpus: Mapping[str, Gpu] | None = None,
         clock: Clock | None = None,
         connect: Callable[[MemberSpec], Member] | None = None,
         log_dir: Path | None = None,
@@ -60,6 +63,7 @@ class Pool:
         self.metrics = PoolMetrics()
         self.events.listen(self.metrics.observe)
         self._groups: dict[str, _Group] = {}
+        self._gpus = dict(gpus or {})
         budgets = budgets or {}
         names = list(dict.fromkeys(spec.device_group for spec in members))
         if unknown := set(budgets) - set(names):
@@ -219,6 +223,9 @@ class Pool:
                 memory_bytes = await member.memory_bytes()
                 if loop.state(name) in WATCHED:
                     loop.on_probe(name, healthy=healthy, memory_bytes=memory_bytes)
+            for group, gpu in self._gpus.items():
+                memory = await asyncio.to_thread(gpu.memory)
+                self._groups[group].loop.on_device_used(memory.used)
 
     async def _end(self, member: Member) -> None:
         if member.spec.command:

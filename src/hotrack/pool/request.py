@@ -23,6 +23,7 @@ class Request:
         "member",
         "order",
         "priority",
+        "provisional",
         "request_id",
         "state",
         "swap",
@@ -43,6 +44,7 @@ class Request:
         self.arrived = arrived
         self.deadline = deadline
         self.by_operator = False  # may wake a member that requests may not
+        self.provisional = False  # granted before its member was verified: its answer must wait for that
         self.order = 0.0  # place in its member's queue, set on arrival
         self.state = RequestState.NEW
         self.swap: SwapRecord | None = None  # the swap it was the first to be admitted after

@@ -24,10 +24,10 @@ from hotrack.core.errors import (
 from hotrack.core.lifecycle import MemberState
 from hotrack.members.member import Member
 from hotrack.obs.log import get_logger
-from hotrack.plan.ledger import Verdict, measured, stated
+from hotrack.plan.ledger import Verdict
 from hotrack.pool.capacity import Capacity
-from hotrack.pool.command import Command
-from hotrack.pool.door import cannot_sleep, quarantined, too_late, unfit, why_not_queue
+from hotrack.pool.command import Command, switch_for
+from hotrack.pool.door import quarantined, too_late, unfit, why_not_queue
 from hotrack.pool.effects import Effects
 from hotrack.pool.entry import Entry
 from hotrack.pool.events import (
@@ -42,9 +42,10 @@ from hotrack.pool.events import (
     SwapDone,
     SwapRecord,
 )
+from hotrack.pool.memory_book import MemoryBook
 from hotrack.pool.policy import PoolPolicy
 from hotrack.pool.request import Request, RequestState
-from hotrack.pool.scheduler import DOWN_STATES, GroupView, Refuse, Room, SwapScheduler, Switch, Wait
+from hotrack.pool.scheduler import DOWN_STATES, GroupView, Refuse, SwapScheduler, Switch, Wait
 from hotrack.pool.status import MemberStatus
 from hotrack.pool.transitions import Outcome
 
@@ -69,7 +70,7 @@ class RunLoop:
     ) -> None:
         self._entries = {member.spec.name: Entry(member) for member in members}
         self._policy = policy
-        self.capacity = capacity
+        self._memory = MemoryBook(self._entries, capacity)
         self._clock = clock
         self._effects = effects
         self._scheduler = SwapScheduler(policy)
@@ -85,6 +86,11 @@ class RunLoop:
         self._contended = False  # somebody waits or moves: no fast path
         self._num_swaps = 0
         self._closing = False
+
+    @property
+    def capacity(self) -> Capacity:
+        """With all that was measured so far."""
+        return self._memory.capacity
 
     # --- requests
 
@@ -164,6 +170,7 @@ class RunLoop:
         self._closing = self._contended = True  # no fast path any more
         for entry in self._entries.values():
             self._refuse_waiters(entry, lambda: DrainingError(CLOSING))
+            self.close_early(entry.name)
         commands, self._commands = [*self._commands], deque()
         for command in (*commands, *([self._command] if self._command else [])):
             command.done(DrainingError(CLOSING))
@@ -192,6 +199,11 @@ class RunLoop:
         if entry.missed_probes >= MAX_MISSED_PROBES and not self._closing and entry.state in WORKING:
             entry.missed_probes = 0
             self._give_up(entry, MemberFailedError(f"{name} no longer answers its health check"))
+
+    def on_device_used(self, num_bytes: int) -> None:
+        """What all processes together hold on the device; says nothing while somebody moves."""
+        if not self._running:
+            self._memory.used(num_bytes)
 
     def on_engine_dead(self, request: Request, reason: str) -> None:
         """A member answered that its engine is gone: its process follows at once, without waiting for a
@@ -238,8 +250,8 @@ class RunLoop:
             if entry.state is _S.VERIFYING:
                 self.moved(entry.name, _S.READY)
                 entry.ready_since = entry.last_used = now
-                entry.served = 0
-                entry.first_swap = record
+                entry.served = len(entry.leases)
+                entry.first_swap = None if entry.leases else record
             return
         if entry.state is _S.ASLEEP:  # rolled back; a failed one was struck when it failed
             entry.strike(error, now, self._policy)
@@ -259,18 +271,20 @@ class RunLoop:
         old = entry.move(new)
         if new is _S.STARTING or new is _S.WAKING:
             entry.holds = True
-            if new is _S.STARTING:  # what an earlier process left asleep says nothing about the new one
-                entry.residue_bytes = None
-                self.capacity = self.capacity.with_residue(name, stated(entry.spec.residue_bytes))
+            if new is _S.STARTING:
+                self._memory.launched(name)
         elif new is _S.STOPPED:
             entry.holds, entry.memory_bytes = False, None
         elif new is _S.ASLEEP and old is _S.SUSPENDING:
             entry.num_cycles += 1
+        if old is _S.VERIFYING:
+            self.close_early(name, passed=new is _S.READY)
         log.info("%s: %s -> %s%s", name, old, new, f" ({reason})" if reason else "")
         self._effects.publish(StateChanged(self._clock.now(), name, old, new, reason))
 
     def failed(self, name: str, error: HotrackError, *, holds: bool | None, hopeless: bool = False) -> None:
         entry = self._entries[name]
+        self.close_early(name)
         for lease in entry.leases:  # their connections broke with the process
             lease.state = RequestState.ENDED
         entry.leases.clear()
@@ -287,18 +301,12 @@ class RunLoop:
             self.moved(name, _S.QUARANTINED, f"{entry.num_failures} failures in a row")
 
     def measured(self, name: str, kind: str, num_bytes: int | None) -> None:
-        entry = self._entries[name]
-        if num_bytes is None:
-            return
-        entry.memory_bytes = num_bytes
-        if kind == "residue":
-            entry.residue_bytes = num_bytes
-            self.capacity = self.capacity.with_residue(name, measured(num_bytes))
-        else:
-            entry.awake_bytes = max(num_bytes, entry.awake_bytes or 0)
-            if num_bytes > (entry.spec.awake_bytes or 0):  # a declared bound stays until it is exceeded
-                self.capacity = self.capacity.with_awake(name, measured(entry.awake_bytes))
-        self._effects.publish(MemoryMeasured(self._clock.now(), name, kind, num_bytes))
+        if num_bytes is not None:
+            self._memory.measured(name, kind, num_bytes)
+            self._effects.publish(MemoryMeasured(self._clock.now(), name, kind, num_bytes))
+
+    def seen(self, name: str, num_bytes: int | None) -> None:
+        self._entries[name].memory_bytes = num_bytes
 
     def timed(self, name: str, kind: str, seconds: float) -> None:
         self._entries[name].times[kind].append(seconds)
@@ -309,10 +317,29 @@ class RunLoop:
         self._effects.publish(CanaryRan(self._clock.now(), name, result, evidence))
 
     def fits(self, name: str) -> Verdict:
-        view = self._view()
-        up = {m.name for m in view.members if m.state is _S.READY or m.stuck} | {name}
-        absent = {m.name for m in view.members if m.absent} - {name}
-        return self.capacity.fits(up, absent=absent)
+        return self._memory.fits(name)
+
+    def lacking(self, name: str) -> int | None:
+        return self._memory.lacking(name)
+
+    def reserves(self) -> list[str]:
+        return self._memory.reserves()
+
+    def open_early(self, name: str) -> None:
+        entry = self._entries[name]
+        entry.early, entry.first_swap = True, self._record
+        self._admit_waiters(entry)
+
+    def close_early(self, name: str, *, passed: bool = False) -> None:
+        """Whoever was admitted before the member was verified hears how that ended."""
+        entry = self._entries[name]
+        entry.early = False
+        for lease in [lease for lease in entry.leases if lease.provisional]:
+            lease.provisional = False
+            self._effects.conclude(lease, passed=passed)
+            if not passed:
+                lease.state = RequestState.ENDED
+                entry.leases.discard(lease)
 
     def status(self) -> list[MemberStatus]:
         now = self._clock.now()
@@ -352,7 +379,7 @@ class RunLoop:
         self._effects.set_timer(min([look_at, *(request.deadline for request in waiting)]))
 
     def _admit_waiters(self, entry: Entry) -> None:
-        if entry.state is not _S.READY or not entry.queue:
+        if not (entry.state is _S.READY or entry.early) or not entry.queue:
             return
         now = self._clock.now()  # who backs off cannot have the device yet
         others = (other for other in self._entries.values() if other is not entry)
@@ -364,7 +391,7 @@ class RunLoop:
 
     def _admit(self, entry: Entry, request: Request) -> None:
         waited = request.state is RequestState.WAITING
-        request.state = RequestState.GRANTED
+        request.state, request.provisional = RequestState.GRANTED, entry.early
         entry.leases.add(request)
         entry.served += 1
         if entry.first_swap is not None:
@@ -430,40 +457,16 @@ class RunLoop:
         """The switch for the next command; commands with nothing to do end here."""
         while self._commands:
             command = self._commands.popleft()
-            step = self._switch_for(command)
+            entry = self._entries[command.name]
+            down = entry.state in DOWN_STATES - {_S.STOPPED}
+            if command.kind in ("unload", "kill") and entry.spec.url is not None and down:
+                self.moved(entry.name, _S.STOPPED, "the operator says that it is gone")
+            step = switch_for(command, entry, self._view(), self._entries.values(), self._policy)
             if isinstance(step, Switch):
                 self._command = command
                 return step
             command.done(step)
         return None
-
-    def _switch_for(self, command: Command) -> Switch | HotrackError | None:
-        entry = self._entries[command.name]
-        if command.kind == "boot":
-            if entry.state not in (_S.STOPPED, _S.UNKNOWN):
-                return None
-            found = entry.state is _S.UNKNOWN
-            room = Room(()) if found else self._scheduler.room(self._view(), entry.name)
-            if room is None:
-                return self._unfit(entry.name, self._scheduler.verdict_alone(self._view(), entry.name))
-            alone = not any(other.state is _S.READY for other in self._entries.values())
-            then_sleep = not (found and alone)
-            return Switch(Cause.BOOT, entry.name, room.victims, then_sleep=then_sleep, cold=room.cold)
-        if command.kind == "sleep":
-            ready = entry.state is _S.READY
-            return Switch(Cause.OPERATOR, victims=(entry.name,)) if ready else cannot_sleep(entry)
-        assert command.kind in ("unload", "kill"), command.kind
-        if entry.state is _S.STOPPED:
-            return None
-        if entry.spec.url is not None and entry.state in DOWN_STATES:
-            self.moved(entry.name, _S.STOPPED, "the operator says that it is gone")
-            return None
-        if entry.spec.url is not None:
-            return MemberFailedError(
-                f"{entry.name} runs outside hotrack at {entry.spec.url}; stop it where it was started"
-            )
-        cause = Cause.OPERATOR if command.kind == "unload" else Cause.PROBE
-        return Switch(cause, victims=(entry.name,), stop=True)
 
     def _view(self) -> GroupView:
         return GroupView([entry.view() for entry in self._entries.values()], self.capacity)
@@ -481,10 +484,8 @@ class RunLoop:
                 self._refuse(request, too_late(entry, request, now=now, wait_s=wait_s))
 
     def _refuse_unfit(self, step: Refuse) -> None:
-        self._refuse_waiters(self._entries[step.target], lambda: self._unfit(step.target, step.verdict))
-
-    def _unfit(self, name: str, verdict: Verdict) -> InsufficientMemoryError:
-        return unfit(name, verdict, self._entries.values(), self._policy)
+        why = partial(unfit, step.target, step.verdict, self._entries.values(), self._policy)
+        self._refuse_waiters(self._entries[step.target], why)
 
     def _refuse_waiters(self, entry: Entry, error: Callable[[], HotrackError]) -> None:
         queue, entry.queue = entry.queue, []

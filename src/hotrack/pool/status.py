@@ -7,13 +7,14 @@ from hotrack.core.lifecycle import MemberState
 
 @dataclass(frozen=True, slots=True)
 class MemberStatus:
-    """One member as last observed. Bytes are measured; times are medians of what was measured, ``wake_s`` and
-    ``start_s`` until ready. None: not yet."""
+    """One member as last observed. Bytes are measured on ``device`` ("host": resident memory); times are
+    medians of what was measured, ``wake_s`` and ``start_s`` until ready. None: not yet."""
 
     name: str
     aliases: tuple[str, ...]
     state: MemberState
     device_group: str
+    device: str
     endpoint: str
     pid: int | None
     memory_bytes: int | None

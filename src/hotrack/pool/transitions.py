@@ -12,13 +12,14 @@ from hotrack.core.errors import HotrackError, InsufficientMemoryError, MemberFai
 from hotrack.core.lifecycle import MemberState, SleepMode
 from hotrack.members.reconcile import Found
 from hotrack.obs.log import get_logger
-from hotrack.plan.ledger import Verdict
+from hotrack.plan.ledger import MIB, Verdict
 from hotrack.pool.checked import CanaryMismatchError, CheckedMember
 from hotrack.pool.events import SwapRecord
 from hotrack.pool.scheduler import Switch
 
 log = get_logger(__name__)
 _S = MemberState
+PARTIAL_MARGIN = 64 * MIB  # beyond what is lacking, when only that leaves
 HALF_WAY = frozenset({_S.DRAINING, _S.SUSPENDING, _S.WAKING, _S.STARTING, _S.VERIFYING})
 
 
@@ -35,7 +36,11 @@ class Sink(Protocol):
         ...
 
     def measured(self, name: str, kind: str, num_bytes: int | None) -> None:
-        """``kind``: 'awake' or 'residue'."""
+        """``kind``: 'awake'; asleep 'residue', or 'partial' when it need not give back all it could."""
+        ...
+
+    def seen(self, name: str, num_bytes: int | None) -> None:
+        """What it holds now, on its way somewhere else."""
         ...
 
     def timed(self, name: str, kind: str, seconds: float) -> None:
@@ -45,7 +50,24 @@ class Sink(Protocol):
     def canary(self, name: str, result: str, evidence: str = "") -> None: ...
 
     def fits(self, name: str) -> Verdict:
-        """Does the member fit, by what was measured so far?"""
+        """Does the member fit, by what was measured so far, if all others sleep as deep as they can?"""
+        ...
+
+    def lacking(self, name: str) -> int | None:
+        """Bytes that must still go so that the member fits, by what all others hold now (0 or less: none);
+        None when that is not known: then everything must go that can."""
+        ...
+
+    def reserves(self) -> list[str]:
+        """Sleepers that hold more than their residue, the largest first."""
+        ...
+
+    def open_early(self, name: str) -> None:
+        """A member in VERIFYING takes its waiting requests; their answers are held back until it is READY."""
+        ...
+
+    def close_early(self, name: str) -> None:
+        """It did not pass: their answers are thrown away, and they are sent again later."""
         ...
 
 
@@ -84,8 +106,9 @@ class Transitions:
                 elif victim in switch.cold:
                     await self._unload(victim, f"even asleep it would leave no room for {switch.target}")
                 elif self.sink.state(victim) is _S.DRAINING:  # it may have died meanwhile
-                    await self._suspend(victim, mode, record, as_victim=True)
+                    await self._suspend(victim, mode, record, as_victim=True, room_for=switch.target)
             await self._end_heavy_sleepers(switch)
+            await self._deepen(switch.target)
         except HotrackError as error:
             return Outcome(error, victim_failed=True)
         if switch.target is None:
@@ -109,6 +132,42 @@ class Transitions:
             if self.sink.state(victim) is _S.ASLEEP and not self.members[victim].external:
                 await self._unload(victim, f"asleep it leaves no room for {switch.target}")
 
+    async def _deepen(self, target: str | None) -> None:
+        """Sleepers that gave back only a part give back more, where the target needs it.
+
+        Raises:
+            SleepError: one did not; it is FAILED and, when it is ours, stopped.
+        """
+        if target is None:
+            return
+        for name in self.sink.reserves():
+            lacking = self.sink.lacking(target)
+            if name == target or (lacking is not None and lacking <= 0):
+                continue
+            member = self.members[name]
+            before = await member.measure()
+            nbytes = self._share(name, target, before)
+            try:
+                held = await member.sleep(SleepMode.ABORT, before, nbytes)
+            except HotrackError as error:
+                await self._fail(name, error)
+                raise
+            self.sink.measured(name, "residue" if nbytes is None else "partial", held)
+
+    def _share(self, name: str, target: str | None, held: int | None) -> int | None:
+        """How much of what it holds has to go for the target; None: all of it."""
+        member = self.members[name]
+        if target is None or not member.spec.partial_sleep or member.spec.sleep_level != 1:
+            return None
+        if held is None or member.residue_bytes is None:  # not before a whole sleep was measured
+            return None
+        self.sink.seen(name, held)
+        lacking = self.sink.lacking(target)
+        if lacking is None:
+            return None
+        share = max(0, lacking) + PARTIAL_MARGIN
+        return share if share < held - member.residue_bytes else None
+
     async def _unload(self, name: str, reason: str = "") -> None:
         try:
             await self.members[name].stop()
@@ -117,9 +176,17 @@ class Transitions:
             raise
         self.sink.moved(name, _S.STOPPED, reason)
 
-    async def _suspend(self, name: str, mode: SleepMode, record: SwapRecord, *, as_victim: bool) -> None:
+    async def _suspend(
+        self,
+        name: str,
+        mode: SleepMode,
+        record: SwapRecord,
+        *,
+        as_victim: bool,
+        room_for: str | None = None,
+    ) -> None:
         """DRAINING or VERIFYING -> SUSPENDING -> ASLEEP (STOPPED when it cannot sleep), once the bytes are
-        gone.
+        gone. ``room_for``: only as many as that member lacks, where the engine can do that.
 
         Raises:
             SleepError: it kept its memory, or did not answer; it is FAILED and, when it is ours, stopped.
@@ -133,9 +200,10 @@ class Transitions:
                 after: int | None = 0
                 self.sink.moved(name, _S.STOPPED)
             else:
-                after = await member.sleep(mode, before)
+                nbytes = self._share(name, room_for, before)
+                after = await member.sleep(mode, before, nbytes)
                 self.sink.moved(name, _S.ASLEEP)
-                self.sink.measured(name, "residue", after)
+                self.sink.measured(name, "residue" if nbytes is None else "partial", after)
         except HotrackError as error:
             await self._fail(name, error)
             raise
@@ -160,6 +228,7 @@ class Transitions:
         record.target_bytes_before = await member.measure()
         if state is _S.UNKNOWN:
             await self._reconcile(name, record)
+            record.target_bytes_after = await member.measure()
         elif state is _S.ASLEEP:
             await self._wake_verified(name, record)
             self.sink.timed(name, "wake", self.clock.now() - began)
@@ -172,7 +241,6 @@ class Transitions:
                 await self._fail(name, error)
                 raise
             self.sink.timed(name, "start", self.clock.now() - began)
-        record.target_bytes_after = await member.measure()
 
     async def _reconcile(self, name: str, record: SwapRecord) -> None:
         """UNKNOWN -> ASLEEP, or VERIFYING with a passed canary; nothing the engine says is taken on trust."""
@@ -191,12 +259,22 @@ class Transitions:
         await self._suspend(name, SleepMode.ABORT, record, as_victim=False)
 
     async def _wake_verified(self, name: str, record: SwapRecord) -> None:
-        """Wake and verify; on wrong answers sleep and wake once more, then restart, then quarantine."""
-        for _ in range(2):
-            await self._wake(name, record)
+        """Wake and verify; on wrong answers sleep and wake once more, then restart, then quarantine.
+
+        Where the engine can, the first wake is streamed: canary and waiting requests are computed while
+        weights still arrive, and share the first step. Answers in such company may differ in a last digit; so
+        a canary that fails there is asked once more alone.
+        """
+        member = self.members[name]
+        for streamed in (member.can_stream, False):
+            await self._wake(name, record, streamed=streamed)
             if await self._passes(name, record, compare=True):
                 return
-            if not self.members[name].member.alive:
+            if streamed:
+                self.sink.close_early(name)
+                if member.member.alive and await self._passes(name, record, compare=True):
+                    return
+            if not member.member.alive:
                 break
             await self._suspend(name, SleepMode.ABORT, record, as_victim=False)
         await self._restart(name, record)
@@ -215,21 +293,25 @@ class Transitions:
             await self._fail(name, final, hopeless=True)
             raise final from wrong
 
-    async def _wake(self, name: str, record: SwapRecord) -> None:
-        """ASLEEP -> WAKING, and measured back; on failure ASLEEP again, measured too, else FAILED."""
+    async def _wake(self, name: str, record: SwapRecord, *, streamed: bool) -> None:
+        """ASLEEP -> WAKING -> VERIFYING, and measured back (``streamed``: open to requests, and measured with
+        the canary); on failure ASLEEP again, measured too, else FAILED."""
         member, began = self.members[name], self.clock.now()
         self.sink.moved(name, _S.WAKING)
         try:
-            await member.wake()
+            await member.wake(streamed=streamed)
         except HotrackError as error:
             if await member.put_back():
                 self.sink.moved(name, _S.ASLEEP, f"wake rolled back: {error.message}")
+                self.sink.seen(name, member.asleep_bytes)
             else:
                 await self._fail(name, error)
             raise WakeError(f"{name} did not wake: {error.message}") from error
         finally:
             record.wake_ms += (self.clock.now() - began) * 1e3
         self.sink.moved(name, _S.VERIFYING)
+        if streamed:
+            self.sink.open_early(name)
 
     async def _start(self, name: str, record: SwapRecord) -> None:
         """STARTING -> VERIFYING once healthy; on failure FAILED, and raises MemberFailedError."""
@@ -269,6 +351,7 @@ class Transitions:
         if record.canary:
             self.sink.canary(name, record.canary)
         self.sink.measured(name, "awake", held)
+        record.target_bytes_after = held
 
     async def _fail(self, name: str, error: HotrackError, *, hopeless: bool = False) -> None:
         """FAILED, and its process ended: the ledger counts what is measured, not what was promised."""

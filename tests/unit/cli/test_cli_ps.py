@@ -22,6 +22,7 @@ Answer = tuple[int, str, bytes]
 MEMBER = {
     "name": "smollm2",
     "state": "quarantined",
+    "device": "host",
     "memory_bytes": 585_000_000,
     "awake_bytes": 585_000_000,
     "residue_bytes": 254_000_000,
@@ -46,6 +47,13 @@ def shown(width: int, members: list[dict[str, Any]], swaps: list[dict[str, Any]]
     text = io.StringIO()
     show(Console(file=text, width=width, color_system=None), members, swaps)
     return text.getvalue().splitlines()
+
+
+def test_the_device_is_shown_where_a_member_is_on_a_gpu() -> None:
+    wide = shown(200, [MEMBER, {**MEMBER, "name": "b", "device": "cuda:1"}])
+    assert wide[0].split()[2] == "device"
+    assert [line.split()[2] for line in wide[1:]] == ["host", "cuda:1"]
+    assert "device" not in shown(200, [MEMBER])[0]
 
 
 def test_a_member_is_one_line_of_80_characters() -> None:

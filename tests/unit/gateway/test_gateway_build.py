@@ -9,7 +9,8 @@ from hotrack.config.engine import EngineConfig
 from hotrack.config.pool import EngineOptions, PolicyConfig, SleepConfig
 from hotrack.config.pool_file import load_pool_text
 from hotrack.core.errors import ConfigError
-from hotrack.gateway.build import check_budget, device_budgets, make_routes, member_specs, pool_policy
+from hotrack.gateway.build import check_budget, make_routes, member_specs, pool_policy
+from hotrack.gateway.devices import stated_budgets
 from hotrack.members.spec import Deadlines
 from hotrack.pool.policy import PoolPolicy
 
@@ -116,7 +117,7 @@ def test_a_budget_that_fits_nobody_is_refused_with_its_arithmetic() -> None:
         "models:\n a: {model: x, engine: {kv_cache_memory: 100MiB}}\n b: {model: y, memory: {awake: 10MiB}}\n"
         "pool: {memory: {budget: 300MiB, margin: 20MiB}}"
     )
-    assert device_budgets(config)["default"].total_bytes == 300 << 20
+    assert stated_budgets(config)["default"].total_bytes == 300 << 20
     check_budget(config, {"a": 150 << 20})
     with pytest.raises(ConfigError, match=r"'a' cannot be awake .* 300 MiB \(assumed\).*20 MiB.*too much"):
         check_budget(config, {"a": 200 << 20})
@@ -124,7 +125,7 @@ def test_a_budget_that_fits_nobody_is_refused_with_its_arithmetic() -> None:
 
 def test_without_a_budget_nothing_is_checked() -> None:
     config = load_pool_text("models: {a: {model: x}}")
-    assert device_budgets(config) == {}
+    assert stated_budgets(config) == {}
     assert check_budget(config, {"a": 1 << 60}) == ()
 
 
