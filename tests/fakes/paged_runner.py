@@ -33,7 +33,7 @@ def load_model(
     read = weights if callable(weights) else weights.__getitem__
     for target in model.load_plan().values():
         for source in target.sources:
-            target.param[source.dest].copy_(read(source.name)[source.select])
+            target.param[source.dest] = read(source.name)[source.select].to(target.param.dtype) + source.add
     model.after_load()
     return model
 

@@ -36,6 +36,7 @@ class _Copy:
     dest: Tensor
     select: tuple[slice, ...]
     stored_bytes: int
+    add: float
 
 
 def load_weights(
@@ -64,6 +65,8 @@ def load_weights(
     def run(copy: _Copy) -> str:
         nonlocal done
         copy.tensor.copy_into(copy.dest, copy.select)
+        if copy.add:
+            copy.dest.add_(copy.add)
         with lock:
             done += copy.stored_bytes
             if progress is not None:
@@ -120,7 +123,7 @@ def _copy(checkpoint: Checkpoint, parameter: str, param: Tensor, source: Source)
             f"{where} is stored as {tensor.dtype}; expected floating point for {dest.dtype}"
         )
     rows = shape[0] if shape else 1
-    return _Copy(parameter, tensor, dest, source.select, rows * tensor.row_bytes)
+    return _Copy(parameter, tensor, dest, source.select, rows * tensor.row_bytes, source.add)
 
 
 def _refuse_unexpected(

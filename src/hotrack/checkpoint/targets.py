@@ -17,6 +17,7 @@ class Source:
     select    which part of the checkpoint tensor, as in ``tensor[select]``; ``()`` is all of it. Slices only,
               step 1 (a tensor-parallel shard); only the selected rows are read from disk
     optional  leave the parameter's bytes alone when the checkpoint has no such tensor
+    add       added to every element, in the parameter's dtype (norms that are published around 0)
 
     ``tensor[select]`` must have exactly the shape of ``param[dest]``.
     """
@@ -25,6 +26,7 @@ class Source:
     dest: Index = ()
     select: tuple[slice, ...] = ()
     optional: bool = False
+    add: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from hotrack.kernels.paged import HeadShape, LayerKV, PagedBatch
-from hotrack.kernels.reference import attention, moe, rope
+from hotrack.kernels.recurrent import StatePlan
+from hotrack.kernels.reference import attention, causal_conv, gated_delta, moe, rope
 from hotrack.kernels.reference.linear import GateUpKernel, LinearKernel
 from hotrack.kernels.reference.norm import NormKernel
 
@@ -85,9 +86,10 @@ class Ops:
     def rotate_and_cache(
         self, qkv: Tensor, heads: HeadShape, cos: Tensor, sin: Tensor, kv: LayerKV, plan: AttentionPlan
     ) -> None:
-        """Rotates the q and k heads of qkv [T, (H + 2 * K) * d] in place, then caches k and v."""
+        """Rotates the first elements of the q and k heads of qkv [T, (H + 2 * K) * d] in place, as many as
+        cos has, then caches k and v."""
         H, K, d = heads.num_heads, heads.num_kv_heads, heads.head_dim
-        self.apply_rope(qkv.view(-1, H + 2 * K, d)[:, : H + K], cos, sin)
+        self.apply_rope(qkv.view(-1, H + 2 * K, d)[:, : H + K, : cos.shape[-1]], cos, sin)
         self.write_kv(qkv[:, H * d :], kv, plan)
 
     def write_kv(self, new: Tensor, kv: LayerKV, plan: AttentionPlan) -> None:
@@ -105,6 +107,25 @@ class Ops:
     def gate_up(self, weight: Tensor, bias: Tensor | None = None) -> LinearKernel:
         """A callable ``x [M, K] -> silu(gate) * up [M, I]`` for one weight [2 * I, K]."""
         return GateUpKernel(weight, bias)
+
+    def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x, gate [T, D or 1] -> x * sigmoid(gate) [T, D]"""
+        return x * gate.sigmoid()
+
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x float32, gate [T, H, D], weight [D] -> rms_norm(x) * silu(gate), gate's dtype"""
+        return gated_delta.gated_rms_norm(x, gate, weight, eps)
+
+    def causal_conv1d(self, x: Tensor, weight: Tensor, states: Tensor, plan: StatePlan) -> Tensor:
+        """x [T, C], weight [C, k], states [N, k - 1, C] -> SiLU of the causal convolution [T, C]"""
+        return causal_conv.causal_conv1d(x, weight, states, plan)
+
+    def gated_delta_rule(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, plan: StatePlan
+    ) -> Tensor:
+        """q, k [T, Hk, k_dim], v [T, Hv, v_dim], g, beta float32 [T, Hv], states float32
+        [N, Hv, k_dim, v_dim] -> float32 [T, Hv, v_dim]"""
+        return gated_delta.gated_delta_rule(q, k, v, g, beta, states, plan)
 
     def softmax_topk(self, logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
         """logits [T, E] -> ids int64 [T, k], weights float32 [T, k]"""

@@ -38,9 +38,9 @@ class Layer(nn.Module):
         """``forward`` without torch's hook machinery, which costs as much as a small kernel."""
         return self.forward(*args)
 
-    def declare(self, *shape: int) -> nn.Parameter:
-        """A parameter of this shape and the model's dtype."""
-        return nn.Parameter(torch.empty(shape, dtype=self.dtype), requires_grad=False)
+    def declare(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        """A parameter of this shape and dtype (None: the model's)."""
+        return nn.Parameter(torch.empty(shape, dtype=dtype or self.dtype), requires_grad=False)
 
     def shards(self, name: str) -> tuple[Shard, ...]:  # noqa: ARG002
         """What fills parameter ``name`` of this layer on this rank."""

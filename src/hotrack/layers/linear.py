@@ -13,11 +13,20 @@ from hotrack.layers.shard import WHOLE, Shard, divide, span
 class QKVParallelLinear(Layer):
     """Query, key and value projections as one matrix, split by head.
 
-    K/V heads are replicated when there are fewer of them than ranks.
+    K/V heads are replicated when there are fewer of them than ranks. ``gated``: the query projection also
+    makes a gate for each head's output, published after each head's query; here all gates come last.
     """
 
     def __init__(
-        self, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, bias: bool, build: Build
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        bias: bool,
+        build: Build,
+        *,
+        gated: bool = False,
     ) -> None:
         super().__init__(build)
         size = self.tp.size
@@ -30,17 +39,33 @@ class QKVParallelLinear(Layer):
                 self.tp.rank // divide(size, num_kv_heads, "ranks over key/value heads"),
             )
         self.heads = HeadShape(heads, kv_heads, head_dim)
-        rows = (heads + 2 * kv_heads) * head_dim
+        self.gated = gated
+        rows = (heads + 2 * kv_heads + (heads if gated else 0)) * head_dim
         self.weight = self.declare(rows, hidden_size)
         self.bias = self.declare(rows) if bias else None
 
     def shards(self, name: str) -> tuple[Shard, ...]:  # noqa: ARG002
         q, kv = self.heads.num_heads * self.heads.head_dim, self.heads.num_kv_heads * self.heads.head_dim
+        queries = (
+            self._gated_heads(q + 2 * kv)
+            if self.gated
+            else (Shard("q", (slice(0, q),), (span(self.tp.rank, q),)),)
+        )
         return (
-            Shard("q", (slice(0, q),), (span(self.tp.rank, q),)),
+            *queries,
             Shard("k", (slice(q, q + kv),), (span(self.kv_rank, kv),)),
             Shard("v", (slice(q + kv, q + 2 * kv),), (span(self.kv_rank, kv),)),
         )
+
+    def _gated_heads(self, first_gate: int) -> tuple[Shard, ...]:
+        count, d = self.heads.num_heads, self.heads.head_dim
+        found = []
+        for head in range(count):
+            published = 2 * (self.tp.rank * count + head)
+            gate = slice(first_gate + head * d, first_gate + (head + 1) * d)
+            found.append(Shard("q", (span(head, d),), (span(published, d),)))
+            found.append(Shard("q", (gate,), (span(published + 1, d),)))
+        return tuple(found)
 
     def bind(self) -> None:
         self.kernel = self.ops.linear(self.weight.data, bias_of(self.bias))
@@ -49,7 +74,8 @@ class QKVParallelLinear(Layer):
         yield "weight", self.kernel
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [T, D] -> [T, (num_heads + 2 * num_kv_heads) * head_dim], q heads then k heads then v heads"""
+        """x [T, D] -> [T, (num_heads + 2 * num_kv_heads) * head_dim], q heads then k heads then v heads; then
+        num_heads * head_dim gates, if any"""
         return self.kernel(x)
 
 
@@ -102,8 +128,30 @@ class RowParallelLinear(Layer):
     def kernels(self) -> Iterator[tuple[str, Kernel]]:
         yield "weight", self.kernel
 
+    def partial(self, x: Tensor) -> Tensor:
+        """x [T, local in] -> this rank's part of the sum [T, out]"""
+        return self.kernel(x)
+
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         """x [T, local in], residual [T, out] -> residual + x @ weight.T [T, out]"""
         if self.tp.size == 1:
             return self.kernel.add(x, residual)
         return self.tp.all_reduce(self.kernel(x)).add_(residual)
+
+
+class ReplicatedLinear(Layer):
+    """The same matrix on every rank."""
+
+    def __init__(self, in_size: int, out_size: int, build: Build) -> None:
+        super().__init__(build)
+        self.weight = self.declare(out_size, in_size)
+
+    def bind(self) -> None:
+        self.kernel = self.ops.linear(self.weight.data)
+
+    def kernels(self) -> Iterator[tuple[str, Kernel]]:
+        yield "weight", self.kernel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, in] -> [T, out]"""
+        return self.kernel(x)

@@ -7,8 +7,8 @@ from hotrack.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """``param[dest] = tensor[select]`` for the checkpoint tensor ``part`` ('' when the parameter has only
-    one).
+    """``param[dest] = tensor[select] + add`` for the checkpoint tensor ``part`` ('' when the parameter has
+    only one).
 
     ``()`` means all of it; an int in ``dest`` drops that dimension.
     """
@@ -16,6 +16,7 @@ class Shard:
     part: str = ""
     dest: tuple[int | slice, ...] = ()
     select: tuple[slice, ...] = ()
+    add: float = 0.0
 
 
 WHOLE = (Shard(),)

@@ -126,7 +126,7 @@ class CausalLM(Layer):
             module = owners[owner]
             assert isinstance(module, Layer)
             sources = tuple(
-                Source(checkpoint_name(self.names, name, shard.part), shard.dest, shard.select)
+                Source(checkpoint_name(self.names, name, shard.part), shard.dest, shard.select, add=shard.add)
                 for shard in module.shards(leaf)
             )
             plan[name] = LoadTarget(param.data, sources)

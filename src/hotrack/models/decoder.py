@@ -23,7 +23,7 @@ class DecoderLayer(Layer):
         if spec.moe is not None and index in spec.moe.sparse_layers:
             self.mlp = SparseMoE(spec.hidden_size, spec.moe, build)
         else:
-            self.mlp = GatedMLP(spec, build)
+            self.mlp = GatedMLP(spec.hidden_size, spec.intermediate_size, spec.mlp_bias, build)
 
     def forward(self, hidden: Tensor, step: Step) -> Tensor:
         """[T, D] -> [T, D]"""

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from hotrack.kernels.base import Kernel
 from hotrack.layers.base import Build, Layer
+from hotrack.layers.linear import ReplicatedLinear
+from hotrack.layers.mlp import GatedMLP
 from hotrack.modelspec.spec import MoeSpec
 from hotrack.moe.dispatcher import Dispatcher, LocalDispatcher
 from hotrack.moe.experts import Experts
@@ -31,13 +33,28 @@ class SoftmaxRouter(Layer):
         return self.ops.softmax_topk(self.kernel(x), self.top_k, self.renormalize)
 
 
+class SharedExpert(GatedMLP):
+    """An expert for every token, weighted by a sigmoid of its own."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, build: Build) -> None:
+        super().__init__(hidden_size, intermediate_size, False, build)
+        self.gate = ReplicatedLinear(hidden_size, 1, build)
+
+    def partial(self, x: Tensor) -> Tensor:
+        """x [T, D] -> this rank's part of sigmoid(gate(x)) * mlp(x) [T, D]"""
+        return self.ops.sigmoid_gate(super().partial(x), self.gate(x))
+
+
 class SparseMoE(Layer):
-    """Each token goes through ``top_k`` experts; their weighted sum joins the residual."""
+    """Each token goes through ``top_k`` experts, and the shared one if there is one; their weighted sum joins
+    the residual."""
 
     def __init__(self, hidden_size: int, moe: MoeSpec, build: Build) -> None:
         super().__init__(build)
         self.gate = SoftmaxRouter(hidden_size, moe, build)
         self.experts = Experts(moe.num_experts, hidden_size, moe.intermediate_size, build)
+        shared = moe.shared_intermediate_size
+        self.shared_expert = SharedExpert(hidden_size, shared, build) if shared else None
         self.dispatcher: Dispatcher = LocalDispatcher(self.tp)
         self.counts: Tensor | None = None
 
@@ -54,4 +71,6 @@ class SparseMoE(Layer):
         if self.counts is not None:
             self.counts += torch.bincount(topk_ids.flatten(), minlength=self.experts.num_experts)
         sent = self.dispatcher.dispatch(x, topk_ids, weights)
-        return self.dispatcher.combine(self.experts(sent.x, sent.topk_ids, sent.weights)) + residual
+        shared = None if self.shared_expert is None else self.shared_expert.partial(x)
+        routed = self.experts(sent.x, sent.topk_ids, sent.weights)
+        return self.dispatcher.combine(routed, shared) + residual

@@ -22,8 +22,9 @@ class Dispatcher(Protocol):
         """Send this rank's rows out, and receive the rows its experts must evaluate."""
         ...
 
-    def combine(self, y: Tensor) -> Tensor:
-        """y [N, D], one row per dispatched row -> [T, D], complete sums for this rank's own rows."""
+    def combine(self, y: Tensor, shared: Tensor | None = None) -> Tensor:
+        """y [N, D], one row per dispatched row -> [T, D], complete sums for this rank's own rows. ``shared``
+        [T, D]: this rank's part of another sum over the ranks, which joins."""
         ...
 
 
@@ -36,5 +37,5 @@ class LocalDispatcher:
     def dispatch(self, x: Tensor, topk_ids: Tensor, weights: Tensor) -> Dispatched:
         return Dispatched(x, topk_ids, weights)
 
-    def combine(self, y: Tensor) -> Tensor:
-        return self.tp.all_reduce(y)
+    def combine(self, y: Tensor, shared: Tensor | None = None) -> Tensor:
+        return self.tp.all_reduce(y if shared is None else y + shared)

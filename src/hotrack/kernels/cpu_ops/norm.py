@@ -19,6 +19,8 @@ class DoubledNorm(NormKernel):
     doubled: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
+        if x.dtype != self.weight.dtype:
+            return super().__call__(x)
         size = self.weight.shape
         if self.doubled is None or x.numel() > MAX_ELEMENTS:
             return F.rms_norm(x, size, self.weight, self.eps)

@@ -213,6 +213,8 @@ class NativeOps(CpuOps):
         native.set_threads(num_threads)
 
     def rms_norm(self, weight: Tensor, eps: float) -> NormKernel:
+        if weight.dtype is not torch.bfloat16:
+            return super().rms_norm(weight, eps)
         return NativeNorm(weight, eps, self.native)
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> LinearKernel:
