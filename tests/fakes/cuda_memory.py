@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 
 from fakes.cuda_driver import FakeDriver
+from hotrack.core.host_copies import DIRECTORY
 from hotrack.memory import MemoryManager
 from hotrack.memory.cuda_backend import CudaBackend
 from hotrack.memory.machine import Machine, SharedCopy, make_pinned_store
 from hotrack.memory.pinned_store import PinnedStore
 from hotrack.memory.region import Region
-from hotrack.memory.shared_segment import DIRECTORY
 from hotrack.memory.streamed import StreamedMover
 
 CHUNK = 128 << 10

@@ -8,6 +8,7 @@ from hotrack.core.errors import ConfigError
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DEVICES = ("auto", "cpu", "cuda")  # also cuda:N
 LOAD_FORMATS = ("auto", "dummy")
+HOST_COPIES = ("private", "shared")
 
 ONE_DEVICE = r"cuda:\d{1,3}"  # one of several
 
@@ -21,6 +22,8 @@ class EngineConfig:
     on a CPU, KV for ``max_num_seqs`` full contexts, at most 1 GiB.
     ``device``: 'cuda' is the current CUDA device, 'auto' that one if there is any, else the CPU.
     ``load_format``: 'dummy' makes random weights for a config.json instead of reading a checkpoint.
+    ``host_copy``: 'shared' keeps the weights' host copy in named shared memory, on a GPU, so that the next
+    start of the same model need not read its files.
     ``block_size``: tokens per KV block. ``pipeline_depth``: steps planned ahead of the device (0 or 1).
     """
 
@@ -38,6 +41,7 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     enable_prefix_caching: bool = True
     enable_sleep_mode: bool = True
+    host_copy: str = "private"
     pipeline_depth: int = 1
     num_threads: int | None = None
     seed: int = 0
@@ -46,6 +50,11 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("load_format", self.load_format, LOAD_FORMATS)
+        _one_of("host_copy", self.host_copy, HOST_COPIES)
+        if self.host_copy == "shared" and not self.enable_sleep_mode:
+            raise ConfigError(
+                "--host-copy shared is where sleep mode keeps the weights; leave out --no-enable-sleep-mode"
+            )
         if not re.fullmatch(ONE_DEVICE, self.device):
             _one_of("device", self.device, DEVICES, hint="; one of several GPUs is cuda:N")
         for name in ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "block_size"):

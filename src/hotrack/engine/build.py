@@ -22,6 +22,7 @@ from hotrack.distributed.tensor_parallel import TensorParallel
 from hotrack.engine.agree import min_over_ranks
 from hotrack.engine.core import EngineCore
 from hotrack.engine.device import device_worker, resolve_device, resolve_dtype
+from hotrack.engine.host_copy import fill, shared_copy
 from hotrack.engine.runner import ModelRunner
 from hotrack.engine.scheduler import Scheduler, SchedulerLimits
 from hotrack.engine.sizing import (
@@ -134,14 +135,19 @@ def _build(
     weights = _dummy(config, resolved, device) if config.load_format == "dummy" else _checkpoint(resolved)
     spec = weights.spec
     dtype = resolve_dtype(config.dtype, spec, device)
-    memory = MemoryManager(device, enable_sleep_mode=config.enable_sleep_mode, num_threads=num_threads)
+    memory = MemoryManager(
+        device,
+        enable_sleep_mode=config.enable_sleep_mode,
+        num_threads=num_threads,
+        shared=shared_copy(config, resolved, dtype, device, tp),
+    )
     model = build_model(spec, dtype=dtype, device=device, tp=tp, allocate=memory.allocate_weights)
 
     def load() -> None:
         weights.fill(model, memory, _stage(progress, "weights"))
 
-    load()
-    memory.seal()
+    if not fill(memory, load):
+        log.info("%s: weights taken from the host copy that an earlier process left", resolved.name)
     if device.type == "cpu":
         memory.packed = _PackedWeights(model, memory)
         memory.packed.pack([spec.name for spec in model.tensor_specs()])

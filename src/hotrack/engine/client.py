@@ -79,7 +79,7 @@ class EngineClient:
         self.config = config
         self.stats: dict[str, float] = {}
         self.dead: EngineDeadError | None = None
-        self.on_landed: Landed | None = None
+        self.on_landed: Landed = lambda *_: None
         self._on_death = on_death
         self._debug = debug
         self._sinks: dict[str, Sink] = {}
@@ -230,8 +230,7 @@ class EngineClient:
             case ControlReply():
                 self._reply(message)
             case WakeLanded():
-                if self.on_landed is not None:
-                    self.on_landed(message.report, _error_in(message))
+                self.on_landed(message.report, _error_in(message))
             case LoadProgress():
                 if self._progress is not None:
                     self._progress(message.stage, message.done, message.total)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hotrack.core.errors import ConfigError
+from hotrack.core.host_copies import DIRECTORY
 from hotrack.memory.backend import BackendError, MmapBackend, PhysicalBackend
 from hotrack.memory.cuda_backend import CHUNK_BYTES, CudaBackend
 from hotrack.memory.device_process import describe_holders, device_bytes
@@ -18,7 +19,7 @@ from hotrack.memory.driver import CudaDriver, Driver
 from hotrack.memory.graph_pool import GraphPool, open_graph_pool
 from hotrack.memory.pinned_store import PinnedStore
 from hotrack.memory.region import Region
-from hotrack.memory.shared_segment import DIRECTORY, SegmentSpec, SharedSegment
+from hotrack.memory.shared_segment import SegmentSpec, SharedSegment
 from hotrack.memory.sleeper import WEIGHTS
 from hotrack.memory.store import ChunkStore
 from hotrack.memory.streamed import StreamedMover

@@ -13,6 +13,7 @@ import os
 import re
 import stat
 import struct
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +21,11 @@ from pathlib import Path
 import xxhash
 
 from hotrack.core.errors import ConfigError
+from hotrack.core.host_copies import DIRECTORY, copy_path
 from hotrack.memory.host_memory import HostMemory
 from hotrack.memory.plan import round_up
 
-DIRECTORY = Path("/dev/shm")
+LOCK_WAIT_S = 15.0  # a process that was killed takes seconds to let go of so much memory
 _MAGIC, _VERSION = b"HOTRACK\0", 1
 _HEADER = struct.Struct("<8sIIQQ32s")
 _ALIGN = 2 << 20
@@ -53,7 +55,7 @@ class SharedSegment:
                 f"shared memory name '{spec.name}': use letters, digits, '.', '_' and '-', at most 100"
             )
         self.spec = spec
-        self.path = directory / f"hotrack-{os.geteuid()}-{spec.name}"
+        self.path = copy_path(spec.name, directory)
         self._data_offset = round_up(_HEADER.size + 8 + 8 * spec.num_chunks, _ALIGN)
         self._size = self._data_offset + spec.nbytes
         self._fd = self._open()
@@ -73,7 +75,8 @@ class SharedSegment:
                 fd = os.open(self.path, flags, 0o600)
             except OSError as error:
                 raise ConfigError(
-                    f"shared memory {self.path}: {error.strerror}; remove it, or choose another name"
+                    f"shared memory {self.path}: {error.strerror}; remove it, or choose another name "
+                    "(--served-model-name)"
                 ) from error
             try:
                 self._lock(fd)
@@ -89,14 +92,19 @@ class SharedSegment:
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
             raise ConfigError(
                 f"shared memory {self.path} is not a file that only this user may read and write: remove it, "
-                "or choose another name"
+                "or choose another name (--served-model-name)"
             )
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ConfigError(
-                f"shared memory {self.path} is in use by a live process: stop it, or choose another name"
-            ) from error
+        deadline = time.monotonic() + LOCK_WAIT_S
+        while True:
+            try:
+                return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if time.monotonic() >= deadline:
+                    raise ConfigError(
+                        f"shared memory {self.path} is in use by a live process: stop it, or choose another "
+                        "name (--served-model-name), or use --host-copy private"
+                    ) from error
+                time.sleep(0.1)
 
     def _read(self) -> list[int] | None:
         raw = os.pread(self._fd, _HEADER.size + 8 + 8 * self.spec.num_chunks, 0)
@@ -121,7 +129,7 @@ class SharedSegment:
             raise ConfigError(
                 f"shared memory {self.path} needs {self._size} bytes and {self.path.parent} has "
                 f"{free.f_bavail * free.f_frsize}: {reason}. Remove stale hotrack-* files there, enlarge it "
-                f"(mount -o remount,size=...; containers: --shm-size), or do without a shared copy"
+                f"(mount -o remount,size=...; containers: --shm-size), or use --host-copy private"
             ) from error
 
     def seal(self, digests: Sequence[int]) -> None:

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from hotrack._version import __version__
 from hotrack.config import env
-from hotrack.config.engine import DEVICES, DTYPES, LOAD_FORMATS, EngineConfig
+from hotrack.config.engine import DEVICES, DTYPES, HOST_COPIES, LOAD_FORMATS, EngineConfig
 from hotrack.config.server import ServerConfig
 from hotrack.config.units import parse_size
 from hotrack.core.errors import ConfigError
@@ -160,6 +160,11 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--enable-sleep-mode", action=toggle, help="answer /sleep; keeps a host copy of the weights"
+    )
+    group.add_argument(
+        "--host-copy",
+        metavar="|".join(HOST_COPIES),
+        help="shared: keep it in /dev/shm (GPU only), where the next start finds it (default private)",
     )
 
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import torch
@@ -436,10 +437,8 @@ def test_kept_kv_survives_a_fault_at_every_call(engine: CudaEngine) -> None:
             assert torch.equal(engine.kv[100 : 100 + CHUNK], wanted)
             engine.check_awake(kv=None)
             engine.memory.sleep(1, keep=ranges)
-        try:
+        with suppress(WakeError):
             engine.memory.wake()
-        except WakeError:
-            pass
         engine.driver.arm(None)
         engine.memory.wake()  # awake already: gives back host memory that the driver did not let go
         assert torch.equal(engine.kv[100 : 100 + CHUNK], wanted), index

@@ -1,6 +1,7 @@
 """A host copy in shared memory: left behind, found again, and never trusted without reason."""
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from fakes.cuda_driver import FakeDriver
 from fakes.cuda_memory import CHUNK, fake_machine
 from hotrack.core.errors import ChecksumError, ConfigError
 from hotrack.core.tensorspec import TensorSpec
-from hotrack.memory import MemoryManager, SharedCopy
+from hotrack.memory import MemoryManager, SharedCopy, shared_segment
 from hotrack.memory.shared_segment import SegmentSpec, SharedSegment
 
 SPECS = [TensorSpec(f"t{i}", (CHUNK // 2 + i,), "uint8") for i in range(7)]
@@ -98,12 +99,22 @@ def test_damaged_bytes_are_found_by_the_first_upload(tmp_path: Path) -> None:
     second.memory.close()
 
 
-def test_one_live_process_at_a_time(tmp_path: Path) -> None:
+def test_one_live_process_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_segment, "LOCK_WAIT_S", 0.0)
     first = Member(tmp_path)
     with pytest.raises(ConfigError, match="in use by a live process"):
         Member(tmp_path)
     first.memory.close()
     Member(tmp_path).memory.close()
+
+
+def test_a_process_that_is_ending_is_waited_for(tmp_path: Path) -> None:
+    first = Member(tmp_path)
+    first.load()
+    threading.Timer(0.3, first.memory.close).start()
+    second = Member(tmp_path)
+    assert second.memory.attached
+    second.memory.close()
 
 
 def test_level_2_removes_the_segment(tmp_path: Path) -> None:
