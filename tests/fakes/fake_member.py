@@ -49,7 +49,8 @@ class FakeMember:
     """``faults[operation]`` is a list of actions, one taken per call (the last one stays when ``sticky``).
 
     Actions: 'error' (500, nothing done), 'error_after' (done, then 500), 'hang', 'die', 'lie' (200, nothing
-    done), 'lag' (200; bytes move ``lag_s`` later), 'wrong' (ask: repeated '!').
+    done), 'lag' (200; bytes move ``lag_s`` later), 'wrong' (ask: repeated '!'). A streamed wake answers at once
+    and lands ``wake_s`` later; 'land': 'error' makes what arrives wrong, so that it is asleep again.
     """
 
     def __init__(
@@ -75,6 +76,8 @@ class FakeMember:
         self.sticky = False
         self.corrupt = False
         self.served = 0
+        self._landed: asyncio.Task[None] | None = None
+        self._keeps = 0
         self._streams: set[asyncio.Event] = set()
         self._healthy_at = 0.0
         self._on_exit: Callable[[int], None] | None = None
@@ -127,7 +130,9 @@ class FakeMember:
 
     async def sleep(self, mode: SleepMode, nbytes: int | None = None) -> None:
         self._reachable()
-        self.world.note(self.spec.name, f"sleep:{mode}")
+        what = f"sleep:{mode}" if nbytes is None else f"sleep:{mode}:{nbytes / GIB:.2f}"
+        self.world.note(self.spec.name, what)
+        self._keeps = 0 if nbytes is None else max(0, self.world.held[self.spec.name] - nbytes)
         if self._streams and mode is not SleepMode.ABORT:
             self.world.violations.append(f"{self.spec.name} slept over {len(self._streams)} running requests")
         for stream in self._streams:
@@ -147,8 +152,9 @@ class FakeMember:
 
     async def wake_up(self, *, streamed: bool = False) -> None:
         self._reachable()
-        self.world.note(self.spec.name, "wake")
-        await asyncio.sleep(self.wake_s)
+        self.world.note(self.spec.name, "wake:streamed" if streamed else "wake")
+        if not streamed:
+            await asyncio.sleep(self.wake_s)
         fault = await self._fault("wake")
         self.sleeping = False
         if fault == "lie":
@@ -156,9 +162,25 @@ class FakeMember:
             return
         self.world.hold(self.spec.name, self.awake_bytes)
         self.corrupt = fault == "wrong"
+        if streamed:
+            self._landed = asyncio.create_task(self._land())
+
+    async def _land(self) -> None:
+        await asyncio.sleep(self.wake_s)
+        try:
+            await self._fault("land")
+        except MemberFailedError:
+            self.sleeping, self._keeps = True, 0
+            self._release()
+            for stream in self._streams:
+                stream.set()
 
     async def ask(self, prompt: str, max_tokens: int) -> CanaryAnswer:
         self._usable("canary")
+        if self._landed is not None:
+            await self._landed
+        if self.sleeping:
+            raise MemberFailedError(f"{self.spec.name}: checksum mismatch")
         await asyncio.sleep(self.ask_s)
         fault = await self._fault("ask")
         text = "!!!!" if self.corrupt or fault == "wrong" else f"{self.spec.name} answers"
@@ -205,7 +227,7 @@ class FakeMember:
 
     def _release(self) -> None:
         if self.running and self.sleeping:
-            self.world.hold(self.spec.name, self.residue_bytes)
+            self.world.hold(self.spec.name, max(self.residue_bytes, self._keeps))
 
     def _reachable(self) -> None:
         if not self.running:

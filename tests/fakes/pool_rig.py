@@ -87,11 +87,16 @@ class Rig:
         admitted: float | None = None
         error: HotrackError | None = None
         try:
-            async with self.pool.lease(model, **lease) as held:
-                admitted = self.clock.now()
-                held.first_byte()
-                end = await self[held.member].serve(seconds, held.abandoned)
-                code = {"done": "ok", "cut": "drain_timeout"}.get(end, end)
+            passed = False
+            while not passed:
+                async with self.pool.lease(model, **lease) as held:
+                    admitted = self.clock.now()
+                    if not held.provisional:
+                        held.first_byte()
+                    end = await self[held.member].serve(seconds, held.abandoned)
+                    if passed := await held.verified():
+                        held.first_byte()
+                        code = {"done": "ok", "cut": "drain_timeout"}.get(end, end)
         except HotrackError as refused:
             code, error = refused.code, refused
         answer = Answer(model, code, arrived, admitted, self.clock.now(), error)
