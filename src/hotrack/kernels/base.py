@@ -120,6 +120,10 @@ class Ops:
         """x [T, C], weight [C, k], states [N, k - 1, C] -> SiLU of the causal convolution [T, C]"""
         return causal_conv.causal_conv1d(x, weight, states, plan)
 
+    def delta_gates(self, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+        """a, b [T, Hv], a_log, dt_bias [Hv] -> g (log of the decay), beta (rate), float32 [T, Hv]"""
+        return gated_delta.delta_gates(a, b, a_log, dt_bias)
+
     def gated_delta_rule(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, plan: StatePlan
     ) -> Tensor:

@@ -116,7 +116,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     return (x32 * scale * weight.float() * F.silu(gate.float())).to(gate.dtype)
 
 
-def decay_and_rate(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+def delta_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """a, b [T, Hv]; a_log, dt_bias [Hv] -> g (log of the decay), beta, float32 [T, Hv]"""
     g = -a_log.float().exp() * F.softplus(a.float() + dt_bias.float())
     return g, b.float().sigmoid()
