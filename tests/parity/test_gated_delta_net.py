@@ -14,7 +14,7 @@ from hotrack.layers.gated_delta import GatedDeltaNet
 from hotrack.modelspec.parse import parse_config
 
 TOKENS = 150
-TOLERANCE = 2e-5  # logits may be 2e-4 apart after all layers
+TOLERANCE = 5e-5  # logits may be 2e-4 apart after all layers
 
 
 @dataclass
