@@ -50,7 +50,7 @@ class CausalLM(Layer):
         self.spec = spec
         self.embed_tokens = VocabParallelEmbedding(spec.vocab_size, spec.hidden_size, build)
         self.layers = nn.ModuleList(DecoderLayer(i, spec, build) for i in range(spec.num_layers))
-        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, build)
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, build, zero_centred=spec.zero_centred_norm)
         self.lm_head = ParallelLMHead(spec.vocab_size, spec.hidden_size, build)
         if spec.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
