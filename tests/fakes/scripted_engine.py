@@ -53,6 +53,7 @@ class ScriptedEngine:
         self.cached_tokens = 0
         self.sleeping: list[str] = []
         self.level: int | None = None
+        self.report: dict[str, Any] = {}
         self._sinks: dict[str, Callable[[EngineOutput | HotrackError], None]] = {}
         self._running = asyncio.Event()
         self._running.set()
@@ -102,7 +103,7 @@ class ScriptedEngine:
             ]
             if not self.sleeping:
                 self.level = None
-        return {"is_sleeping": bool(self.sleeping), "level": self.level, "freed_bytes": 1234}
+        return {"is_sleeping": bool(self.sleeping), "level": self.level, "freed_bytes": 1234, **self.report}
 
     async def _emit(self, request: EngineRequest) -> None:
         sampling = request.sampling

@@ -4,6 +4,7 @@ unchanged."""
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -29,6 +30,19 @@ _TOTALS = {
     "cached_prompt_tokens": ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache."),
 }
 
+# What sleep and wake report, and what it is called here.
+_BYTES = {
+    "freed_bytes": "freed",
+    "restored_bytes": "restored",
+    "mapped_bytes": "mapped",
+    "bytes_copied": "copied",
+    "kept_bytes": "kept",
+    "rss_before_bytes": "rss_before",
+    "rss_after_bytes": "rss_after",
+    "device_before_bytes": "device_before",
+    "device_after_bytes": "device_after",
+}
+
 
 class MemberMetrics:
     """One registry per server, so two servers fit in one test."""
@@ -40,16 +54,16 @@ class MemberMetrics:
         def counter(name: str, text: str, extra: tuple[str, ...] = ()) -> Counter:
             return Counter(name, text, (*_LABELS, *extra), registry=registry)
 
+        def gauge(name: str, text: str, extra: tuple[str, ...] = ()) -> Gauge:
+            return Gauge(name, text, (*_LABELS, *extra), registry=registry)
+
         def histogram(
             name: str, text: str, buckets: tuple[float, ...], extra: tuple[str, ...] = ()
         ) -> Histogram:
             return Histogram(name, text, (*_LABELS, *extra), registry=registry, buckets=buckets)
 
         self._labels = labels
-        self._gauges = {
-            key: Gauge(name, text, _LABELS, registry=registry).labels(*labels)
-            for key, (name, text) in _GAUGES.items()
-        }
+        self._gauges = {key: gauge(name, text).labels(*labels) for key, (name, text) in _GAUGES.items()}
         self._totals = {key: counter(name, text).labels(*labels) for key, (name, text) in _TOTALS.items()}
         self._seen: dict[str, float] = dict.fromkeys(_TOTALS, 0.0)
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens taken in.").labels(*labels)
@@ -72,11 +86,8 @@ class MemberMetrics:
         self.output_length = histogram(
             "vllm:request_generation_tokens", "Generated tokens per sequence.", _TOKENS
         ).labels(*labels)
-        self._sleep_state = Gauge(
-            "vllm:engine_sleep_state",
-            "1 for the state the engine is in.",
-            (*_LABELS, "sleep_state"),
-            registry=registry,
+        self._sleep_state = gauge(
+            "vllm:engine_sleep_state", "1 for the state the engine is in.", ("sleep_state",)
         )
         self._transition = histogram(
             "vllm:sleep_mode_operation_duration_seconds",
@@ -84,12 +95,22 @@ class MemberMetrics:
             _TRANSITION,
             ("operation",),
         )
-        self._in_flight = Gauge(
+        self._in_flight = gauge(
             "vllm:sleep_mode_operations_in_flight",
             "Sleep and wake operations that have not ended.",
-            (*_LABELS, "operation"),
-            registry=registry,
+            ("operation",),
         )
+        self._phase = gauge(
+            "hotrack:sleep_mode_phase_seconds", "Phases of the last sleep and wake.", ("operation", "phase")
+        )
+        self._bytes = gauge(
+            "hotrack:sleep_mode_bytes",
+            "Bytes of the last sleep and wake, by what they are.",
+            ("operation", "kind"),
+        )
+        self._cycles = gauge("hotrack:sleep_mode_cycles", "How often the engine has slept.")
+        self._host_copy = gauge("hotrack:host_copy_bytes", "Host copy of the weights of one rank.")
+        self._missing = gauge("hotrack:missing_bytes", "Bytes that are asleep, by tag.", ("tag",))
         self._responses = counter(
             "hotrack:http_responses", "HTTP responses, by route and status.", ("route", "code")
         )
@@ -129,6 +150,21 @@ class MemberMetrics:
         with in_flight.track_inprogress():
             yield
         self._transition.labels(*self._labels, operation).observe(perf_counter() - started)
+
+    def report(self, operation: str, report: Mapping[str, Any]) -> None:
+        """Take over what a 'sleep' or 'wake' reported, of rank 0. One that changed nothing says nothing, but
+        what is missing."""
+        for tag, nbytes in report.get("missing_bytes", {}).items():
+            self._missing.labels(*self._labels, tag).set(nbytes)
+        if not report.get("changed"):
+            return
+        for key, value in report.items():
+            if key.endswith("_ms"):
+                self._phase.labels(*self._labels, operation, key.removesuffix("_ms")).set(value / 1e3)
+            elif (kind := _BYTES.get(key)) and value is not None:  # a CPU's device has no bytes of its own
+                self._bytes.labels(*self._labels, operation, kind).set(value)
+        self._cycles.labels(*self._labels).set(report["cycle"])
+        self._host_copy.labels(*self._labels).set(report["store_bytes"])
 
     def render(self) -> bytes:
         return generate_latest(self._registry)

@@ -34,6 +34,18 @@ _MODE = {
     "in": "query",
     "schema": {"type": "string", "enum": ["abort", "wait", "keep"], "default": "abort"},
 }
+_NBYTES = {
+    "name": "nbytes",
+    "in": "query",
+    "description": "Give back only about so much of each device: KV first, then weights from the last layer.",
+    "schema": {"type": "integer", "minimum": 1},
+}
+_STREAMED = {
+    "name": "streamed",
+    "in": "query",
+    "description": "Return while weights are on their way; answers leave when all are verified.",
+    "schema": {"type": "boolean", "default": False},
+}
 _TAGS = {
     "name": "tags",
     "in": "query",
@@ -89,7 +101,7 @@ MEMBER_OPERATIONS = (
         "post",
         "Free the device",
         responses.SleepResponse,
-        query=(_LEVEL, _MODE),
+        query=(_LEVEL, _MODE, _NBYTES),
         errors=(400, 500, 503),
     ),
     Operation(
@@ -97,7 +109,7 @@ MEMBER_OPERATIONS = (
         "post",
         "Take the device back",
         responses.WakeResponse,
-        query=(_TAGS,),
+        query=(_TAGS, _STREAMED),
         errors=(400, 500, 503),
     ),
     Operation("/is_sleeping", "get", "Asleep?", responses.IsSleepingResponse),

@@ -139,7 +139,10 @@ class WakeResponse(msgspec.Struct):
 
 
 class IsSleepingResponse(msgspec.Struct):
+    """``missing_bytes``: by tag, what a wake would bring back; while asleep."""
+
     is_sleeping: bool
+    missing_bytes: dict[str, int] | UnsetType = UNSET
 
 
 class ResetPrefixCacheResponse(msgspec.Struct):

@@ -19,9 +19,10 @@ Sink = Callable[[EngineOutput | HotrackError], None]
 
 class Engine(Protocol):
     """What the server needs of ``engine.client.EngineClient``. ``stats``: gauges and totals as of the last
-    step."""
+    step. ``on_landed``: called with the report of a streamed wake when it is over, or with its error."""
 
     stats: dict[str, float]
+    on_landed: Callable[[dict[str, Any], HotrackError | None], None]
 
     def submit(self, request: EngineRequest, sink: Sink) -> None:
         """Start a sequence; ``sink`` gets its outputs, or the error that ended the engine."""

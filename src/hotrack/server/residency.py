@@ -17,8 +17,11 @@ from hotrack.core.errors import (
 )
 from hotrack.core.heap import trim_heap
 from hotrack.core.lifecycle import EngineState, SleepLevel, SleepMode
+from hotrack.obs.log import get_logger
 from hotrack.obs.member_metrics import MemberMetrics
 from hotrack.server.generation import Engine, Generation
+
+log = get_logger(__name__)
 
 WAKE_TAGS = ("weights", "kv_cache", "scheduling")
 
@@ -42,7 +45,10 @@ class Residency:
         self._transitions: set[asyncio.Task[Any]] = set()
         self.state = EngineState.AWAKE
         self.level = SleepLevel.PAUSE
+        self.missing_bytes: dict[str, int] = {}
         self.dead: EngineDeadError | None = None
+        self._before_wake = SleepLevel.PAUSE, self.missing_bytes
+        engine.on_landed = self._landed
 
     @property
     def is_sleeping(self) -> bool:
@@ -80,11 +86,13 @@ class Residency:
             if not self._live:
                 self._idle.set()
 
-    async def sleep(self, level: int, mode: str) -> dict[str, Any]:
+    async def sleep(self, level: int, mode: str, nbytes: int | None = None) -> dict[str, Any]:
         """The engine's report. Asleep already (same or deeper level): a no-op of the engine's.
 
+        ``nbytes``: give back only so much of each device, KV first.
+
         Raises:
-            RequestError: level or mode unknown, or sleep mode is off.
+            RequestError: level, mode or ``nbytes`` make no sense, or sleep mode is off.
             TransitionError: nothing changed.
         """
         if not self._sleep_enabled:
@@ -93,19 +101,27 @@ class Residency:
             )
         wanted = _member(SleepLevel, level, "level")
         how = _member(SleepMode, mode, "mode")
-        return await self._run(self._sleep(wanted, how))
+        if nbytes is not None and (wanted is not SleepLevel.KEEP_WEIGHTS or not 0 < nbytes < 1 << 63):
+            raise RequestError(
+                f"nbytes must be at least 1, and goes with level=1; got {nbytes} and level={level}",
+                param="nbytes",
+            )
+        return await self._run(self._sleep(wanted, how, nbytes))
 
-    async def wake(self, tags: Sequence[str] | None) -> dict[str, Any]:
-        """The engine's report. ``tags`` None wakes everything.
+    async def wake(self, tags: Sequence[str] | None, *, streamed: bool = False) -> dict[str, Any]:
+        """The engine's report. ``tags`` None wakes everything. ``streamed``: on a GPU, return while weights
+        are on their way; requests may come, and their tokens leave when all weights are verified.
 
         Raises:
-            RequestError: an unknown tag.
+            RequestError: an unknown tag, or tags of a streamed wake.
             TransitionError: nothing changed.
         """
         for tag in tags or ():
             if tag not in WAKE_TAGS:
                 raise RequestError(f"tags must be among {', '.join(WAKE_TAGS)}; got {tag!r}", param="tags")
-        return await self._run(self._wake(list(tags) if tags else None))
+        if streamed and tags:
+            raise RequestError("a streamed wake brings everything back; leave out tags", param="streamed")
+        return await self._run(self._wake(list(tags) if tags else None, streamed))
 
     async def reset_prefix_cache(self) -> bool:
         if self.dead is not None:
@@ -142,7 +158,7 @@ class Residency:
         task.add_done_callback(self._transitions.discard)
         return await asyncio.shield(task)
 
-    async def _sleep(self, level: SleepLevel, mode: SleepMode) -> dict[str, Any]:
+    async def _sleep(self, level: SleepLevel, mode: SleepMode, nbytes: int | None) -> dict[str, Any]:
         async with self._turn:
             if self.dead is not None:
                 raise self.dead
@@ -151,10 +167,13 @@ class Residency:
                 self._enter(EngineState.FALLING_ASLEEP, level)
             try:
                 with self._metrics.transition("sleep"):
-                    report = await self._engine.control("sleep", level=int(level), mode=mode.value)
+                    partial = {} if nbytes is None else {"nbytes": nbytes}
+                    report = await self._engine.control("sleep", level=int(level), mode=mode.value, **partial)
             except HotrackError:
-                self._enter(before, self.level)
+                if self.state is EngineState.FALLING_ASLEEP:
+                    self._enter(before, self.level)
                 raise
+            self._take("sleep", report)
             # An engine that is asleep already stays at its level; it says so in the report.
             reached = SleepLevel(report.get("level", level))
             if before is EngineState.ASLEEP:
@@ -165,24 +184,40 @@ class Residency:
             trim_heap()
             return report
 
-    async def _wake(self, tags: list[str] | None) -> dict[str, Any]:
+    async def _wake(self, tags: list[str] | None, streamed: bool) -> dict[str, Any]:
         async with self._turn:
             if self.dead is not None:
                 raise self.dead
             before = self.state
             if before is EngineState.ASLEEP:
                 self._enter(EngineState.WAKING, self.level)
+                self._before_wake = self.level, self.missing_bytes
             try:
                 with self._metrics.transition("wake"):
-                    report = await self._engine.control("wake", tags=tags)
+                    how = {"streamed": True} if streamed else {}
+                    report = await self._engine.control("wake", tags=tags, **how)
             except HotrackError:
                 self._enter(before, self.level)
                 raise
+            self._take("wake", report)
             if report["is_sleeping"]:
                 self._enter(EngineState.ASLEEP, self.level)
             else:
                 self._enter(EngineState.AWAKE, SleepLevel.PAUSE)
             return report
+
+    def _landed(self, report: dict[str, Any], error: HotrackError | None) -> None:
+        """A streamed wake is over. If it brought wrong bytes, the engine is as asleep as before it."""
+        if error is None:
+            self._metrics.report("wake", report)
+            return
+        log.error("the streamed wake failed: %s", error.message)
+        level, self.missing_bytes = self._before_wake
+        self._enter(EngineState.ASLEEP, level)
+
+    def _take(self, operation: str, report: dict[str, Any]) -> None:
+        self.missing_bytes = report.get("missing_bytes", {})
+        self._metrics.report(operation, report)
 
     def _enter(self, state: EngineState, level: SleepLevel) -> None:
         if self.dead is None:

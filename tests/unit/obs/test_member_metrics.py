@@ -1,9 +1,12 @@
 """Series names and values."""
 
+from dataclasses import fields
+
 import pytest
 
 from hotrack.core.lifecycle import EngineState
-from hotrack.obs.member_metrics import MemberMetrics
+from hotrack.memory.reports import SleepReport, WakeReport
+from hotrack.obs.member_metrics import _BYTES, MemberMetrics
 
 
 def sample(metrics: MemberMetrics, name: str, **labels: str) -> float:
@@ -59,3 +62,29 @@ def test_two_servers_in_one_process_do_not_mix() -> None:
     one.generation_tokens.inc(5)
     assert sample(one, "vllm:generation_tokens_total") == 5
     assert sample(two, "vllm:generation_tokens_total") == 0
+
+
+def test_reports() -> None:
+    metrics = MemberMetrics("m")
+    report = {
+        "changed": True, "level": 1, "tags": ("weights",), "freed_bytes": 7, "kept_bytes": 3,
+        "store_bytes": 5, "cycle": 2, "unmap_ms": 12.5, "device_before_bytes": 100,
+        "device_after_bytes": None, "missing_bytes": {"weights": 7}, "is_sleeping": True,
+    }  # fmt: skip
+    metrics.report("sleep", report)
+    assert sample(metrics, "hotrack:sleep_mode_phase_seconds", operation="sleep", phase="unmap") == 0.0125
+    assert sample(metrics, "hotrack:sleep_mode_bytes", operation="sleep", kind="freed") == 7
+    assert sample(metrics, "hotrack:sleep_mode_bytes", operation="sleep", kind="device_before") == 100
+    assert "device_after" not in metrics.render().decode()
+    assert sample(metrics, "hotrack:sleep_mode_cycles") == 2
+    assert sample(metrics, "hotrack:host_copy_bytes") == 5
+    metrics.report("wake", {**report, "changed": False, "cycle": 9, "missing_bytes": {"weights": 1}})
+    assert sample(metrics, "hotrack:sleep_mode_cycles") == 2
+    assert sample(metrics, "hotrack:missing_bytes", tag="weights") == 1
+
+
+def test_every_number_of_a_report_is_exported() -> None:
+    for kind in (SleepReport, WakeReport):
+        for field in fields(kind):
+            if field.name.endswith("_bytes") or field.name.startswith("bytes_"):
+                assert field.name in _BYTES or field.name == "store_bytes", field.name

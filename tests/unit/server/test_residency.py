@@ -7,7 +7,7 @@ import pytest
 from fakes.http_calls import Call, call, start, until
 from fakes.members import scripted_member
 from fakes.scripted_engine import ScriptedEngine, say
-from hotrack.core.errors import DrainingError, DrainTimeoutError, SleepError, WakeError
+from hotrack.core.errors import ChecksumError, DrainingError, DrainTimeoutError, SleepError, WakeError
 from hotrack.server.app import create_app
 from hotrack.server.member import Member
 
@@ -53,7 +53,16 @@ def test_words_and_bodies() -> None:
 
 
 @pytest.mark.parametrize(
-    "query", ["level=3", "level=-1", "level=x", "level=", "mode=now", "level=99999999999999999999"]
+    "query",
+    [
+        *("nbytes=0", "nbytes=-1", "nbytes=x", "nbytes=5&level=2", "nbytes=9999999999999999999999"),
+        "level=3",
+        "level=-1",
+        "level=x",
+        "level=",
+        "mode=now",
+        "level=99999999999999999999",
+    ],
 )
 def test_bad_sleep(query: str) -> None:
     async def scenario() -> None:
@@ -61,6 +70,44 @@ def test_bad_sleep(query: str) -> None:
         reply = await call(app, "POST", f"/sleep?{query}")
         assert (reply.status, reply.error["param"]) == (400, query.partition("=")[0])
         assert engine.controls == []
+
+    asyncio.run(scenario())
+
+
+def test_a_partial_sleep_says_what_is_missing() -> None:
+    async def scenario() -> None:
+        engine, _, app = setup()
+        engine.report = {"missing_bytes": {"weights": 0, "kv_cache": 4096}}
+        slept = (await call(app, "POST", "/sleep?nbytes=4KiB&mode=keep")).json
+        assert engine.controls[-1] == ("sleep", {"level": 1, "mode": "keep", "nbytes": 4096})
+        assert slept["report"]["missing_bytes"] == {"weights": 0, "kv_cache": 4096}
+        expected = {"is_sleeping": True, "missing_bytes": {"weights": 0, "kv_cache": 4096}}
+        assert (await call(app, "GET", "/is_sleeping")).json == expected
+        text = (await call(app, "GET", "/metrics")).body.decode()
+        assert 'hotrack:missing_bytes{engine="0",model_name="demo",tag="kv_cache"} 4096.0' in text
+        engine.report = {"missing_bytes": {"weights": 0, "kv_cache": 0}}
+        await call(app, "POST", "/wake_up")
+        assert (await call(app, "GET", "/is_sleeping")).json == {"is_sleeping": False}
+
+    asyncio.run(scenario())
+
+
+def test_a_streamed_wake() -> None:
+    async def scenario() -> None:
+        engine, member, app = setup("ok")
+        await call(app, "POST", "/sleep?level=1")
+        assert (await call(app, "POST", "/wake_up?streamed=maybe")).error["param"] == "streamed"
+        assert (await call(app, "POST", "/wake_up?streamed=1&tags=weights")).error["param"] == "streamed"
+        assert (await call(app, "POST", "/wake_up?streamed=true")).json["status"] == "awake"
+        assert engine.controls[-1] == ("wake", {"tags": None, "streamed": True})
+        assert (await call(app, "POST", CHAT, ASK)).status == 200
+        engine.on_landed({"changed": True, "cycle": 3, "store_bytes": 5, "total_ms": 250.0}, None)
+        text = (await call(app, "GET", "/metrics")).body.decode()
+        assert 'phase_seconds{engine="0",model_name="demo",operation="wake",phase="total"} 0.25' in text
+        engine.on_landed({}, ChecksumError("chunk 3 is damaged"))
+        assert member.residency.is_sleeping
+        assert (await call(app, "POST", CHAT, ASK)).error["code"] == "model_asleep"
+        assert (await call(app, "POST", "/wake_up")).json["status"] == "awake"
 
     asyncio.run(scenario())
 
