@@ -3,6 +3,7 @@ stay finite."""
 
 import math
 import zlib
+from collections import Counter
 from collections.abc import Mapping
 
 import torch
@@ -32,8 +33,10 @@ def fill_dummy(
         param = target.param
         values = param if param.device == device else torch.empty_like(param, device=device)
         values.zero_()  # rows of a split vocabulary that nothing fills
+        parts: Counter[str] = Counter()  # runs of one tensor differ, too
         for source in target.sources:
-            _fill(values, source, spec, seed, generator)
+            _fill(values, source, parts[source.name], spec, seed, generator)
+            parts[source.name] += 1
         if values is not param:
             param.copy_(values)
         done += target.param.nbytes
@@ -41,10 +44,12 @@ def fill_dummy(
             progress(done, total)
 
 
-def _fill(values: Tensor, source: Source, spec: ModelSpec, seed: int, generator: torch.Generator) -> None:
+def _fill(
+    values: Tensor, source: Source, run: int, spec: ModelSpec, seed: int, generator: torch.Generator
+) -> None:
     part = values[source.dest] if source.dest else values
     # 32 bits: torch's generator for CPUs ignores the others.
-    generator.manual_seed(zlib.crc32(f"{seed}:{source.name}".encode()))
+    generator.manual_seed(zlib.crc32(f"{seed}:{source.name}{f':{run}' if run else ''}".encode()))
     if "norm" in source.name:
         part.normal_(1.0, 0.1, generator=generator)
     elif part.dim() < 2:
