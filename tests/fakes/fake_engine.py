@@ -77,9 +77,7 @@ class FakeMemory:
     def missing_bytes(self) -> dict[str, int]:
         return dict.fromkeys(self.tags, 1)
 
-    def sleep(
-        self, level: int, *, nbytes: int | None = None, keep: Sequence[KeptRange] = ()
-    ) -> SleepReport:
+    def sleep(self, level: int, *, nbytes: int | None = None, keep: Sequence[KeptRange] = ()) -> SleepReport:
         if self.fail_next == "sleep":
             self.fail_next = None
             raise SleepError("injected")

@@ -1,13 +1,17 @@
 """A streamed wake: steps are submitted while weights land, and nothing leaves before they are verified."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
+import zmq
 
 from fakes.fake_device import generate, make_request
 from fakes.fake_engine import FakeEngine, FakeMemory
 from hotrack.core.errors import ChecksumError
 from hotrack.core.lifecycle import FinishReason
+from hotrack.engine.messages import Control
+from hotrack.engine.rank import LANDING_IDLE_MS, FrameFeed, run_leader
 from hotrack.memory.reports import WakeReport
 from hotrack.models.causal_lm import Stages
 
@@ -65,6 +69,9 @@ def test_tokens_come_after_the_verdict(engine: FakeEngine) -> None:
     assert engine.landing.log[0] == "streamed"
     assert engine.landing.log[-1] == "finish"
     assert set(engine.landing.log[1:-1]) == {"head"}
+    (landed,) = engine.landed
+    assert landed.error is None
+    assert landed.report["is_sleeping"] is False
 
 
 def test_a_wrong_byte_fails_the_requests_and_the_model_sleeps(engine: FakeEngine) -> None:
@@ -76,6 +83,7 @@ def test_a_wrong_byte_fails_the_requests_and_the_model_sleeps(engine: FakeEngine
         assert (output.tokens, output.finish_reason) == (b"", FinishReason.ERROR)
         assert output.error_code == "checksum_mismatch"
     assert engine.core.transitions.is_sleeping
+    assert [landed.error["code"] for landed in engine.landed] == ["checksum_mismatch"]
     assert not engine.core.has_work
     engine.landing.fail = False
     request = make_request("t", PROMPT, 5)
@@ -106,3 +114,29 @@ def test_streamed_is_an_ordinary_wake_elsewhere() -> None:
         engine.control("sleep", level=1)
         assert not engine.control("wake", streamed=True).result["is_sleeping"]
         assert not engine.core.transitions.is_landing
+
+
+class Link:
+    """The server's end: what it sends at which turn (None: nothing within the wait), and what it hears."""
+
+    def __init__(self, *turns: Control | None) -> None:
+        self.turns = list(turns)
+        self.waits: list[int | None] = []
+        self.heard: list[object] = []
+
+    def receive(self, *, wait_ms: int | None) -> list[Control]:
+        self.waits.append(wait_ms)
+        message = self.turns.pop(0)
+        return [] if message is None else [message]
+
+    def send(self, message: object) -> None:
+        self.heard.append(message)
+
+
+def test_a_wake_that_nobody_uses_is_verified_all_the_same(engine: FakeEngine, tmp_path: Path) -> None:
+    link = Link(Control("w", "wake", {"streamed": True}), None, Control("s", "shutdown"))
+    run_leader(engine.core, link, FrameFeed(zmq.Context.instance(), str(tmp_path), 1))
+    assert link.waits == [None, LANDING_IDLE_MS, None]
+    assert engine.landing.log == ["streamed", "finish"]
+    kinds = [type(message).__name__ for message in link.heard]
+    assert kinds == ["ControlReply", "WakeLanded", "ControlReply", "ControlReply"]
