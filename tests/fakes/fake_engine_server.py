@@ -1,11 +1,12 @@
 """A tiny real process that speaks vLLM's sleep dialect over a Unix socket or a port. No model inside.
 
 ``python fake_engine_server.py --uds PATH | --port N [--megabytes N] [--ignore-sigterm] [--bare] [--fail
-NAME]``
+NAME] [--word N]``
 
 Awake it holds ``--megabytes`` of touched memory and gives them back to the system on sleep, so a memory
-probe sees the truth. ``--bare``: empty bodies, as older engines answer. ``--fail``: that call answers 500. A
-prompt of ``die`` kills it, ``fork`` leaves a child process behind.
+probe sees the truth. ``--word``: MiB that its reports claim to be on its device. ``--bare``: empty bodies, as
+older engines answer. ``--fail``: that call answers 500. A prompt of ``die`` kills it, ``fork`` leaves a child
+process behind.
 """
 
 import argparse
@@ -55,13 +56,20 @@ class Engine:
     async def sleep(self, request: web.Request) -> web.Response:
         level, mode = request.query["level"], request.query["mode"]
         assert mode in ("abort", "wait", "keep"), mode
+        if "nbytes" in request.query:
+            print("sleep", request.query["nbytes"], flush=True)
         self.drop()
-        return self.reply("sleep", {"status": "sleeping", "level": int(level)})
+        return self.reply("sleep", {"status": "sleeping", "level": int(level), **self.report()})
+
+    def report(self) -> dict[str, object]:
+        return {"report": {"device_after_bytes": self.options.word * MIB}} if self.options.word else {}
 
     async def wake_up(self, request: web.Request) -> web.Response:
-        print("wake_up", *request.query.getall("tags", []), flush=True)
+        streamed = ["streamed"] if request.query.get("streamed") == "true" else []
+        print("wake_up", *request.query.getall("tags", []), *streamed, flush=True)
         self.take()
-        return self.reply("wake_up", {"status": "awake", "tags": request.query.getall("tags", [])})
+        tags = request.query.getall("tags", [])
+        return self.reply("wake_up", {"status": "awake", "tags": tags, **self.report()})
 
     async def collective_rpc(self, request: web.Request) -> web.Response:
         print((await request.json())["method"], flush=True)
@@ -96,6 +104,7 @@ def main() -> None:
     parser.add_argument("--ignore-sigterm", action="store_true")
     parser.add_argument("--bare", action="store_true")
     parser.add_argument("--fail", default="")
+    parser.add_argument("--word", type=int, default=0)
     options = parser.parse_args()
     engine = Engine(options)
     app = web.Application()

@@ -49,8 +49,8 @@ class FakeMember:
     """``faults[operation]`` is a list of actions, one taken per call (the last one stays when ``sticky``).
 
     Actions: 'error' (500, nothing done), 'error_after' (done, then 500), 'hang', 'die', 'lie' (200, nothing
-    done), 'lag' (200; bytes move ``lag_s`` later), 'wrong' (ask: repeated '!'). A streamed wake answers at once
-    and lands ``wake_s`` later; 'land': 'error' makes what arrives wrong, so that it is asleep again.
+    done), 'lag' (200; bytes move ``lag_s`` later), 'wrong' (ask: repeated '!'). A streamed wake answers at
+    once and lands ``wake_s`` later; 'land': 'error' makes what arrives wrong, so that it is asleep again.
     """
 
     def __init__(

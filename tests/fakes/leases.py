@@ -40,6 +40,7 @@ class FakeLeases:
         self.num_withdrawn = 0
         self.first_bytes = 0
         self.deaths: list[str] = []  # what holders said of dead engines
+        self.verdicts: list[asyncio.Future[bool]] = []  # of the next leases; later ones are verified at once
 
     @asynccontextmanager
     async def lease(
@@ -55,7 +56,9 @@ class FakeLeases:
             raise
         if self.error is not None:
             raise self.error()
+        verdict = self.verdicts.pop(0) if self.verdicts else None
         lease = FakeLease(self.endpoint, on_first_byte=self._count_first_byte, deaths=self.deaths)
+        lease.verdict = verdict
         self.held.append(lease)
         try:
             yield lease

@@ -8,7 +8,7 @@ These dataclasses say what may be written and with which defaults; ``config.pool
 from dataclasses import dataclass, field
 from typing import Any
 
-from hotrack.config.engine import DEVICES, DTYPES, LOAD_FORMATS, ONE_DEVICE
+from hotrack.config.engine import DEVICES, DTYPES, HOST_COPIES, LOAD_FORMATS, ONE_DEVICE
 from hotrack.config.schema import Anything, Block, Duration, Flag, ListOf, MapOf, Number, Size, Text, option
 
 SECONDS = Number(0, whole=False)
@@ -37,6 +37,9 @@ class EngineOptions:
     )
     device: str | None = option(
         Text(DEVICES, also=ONE_DEVICE), None, doc="Also cuda:N. auto: a GPU if there is one, else the CPU."
+    )
+    host_copy: str | None = option(
+        Text(HOST_COPIES), None, doc="shared: on a GPU, a restart finds the weights in /dev/shm."
     )
     tensor_parallel_size: int | None = option(Number(1), None, doc="Ranks that share the model.")
     max_model_len: int | None = option(Number(1), None, doc="Prompt plus completion, in tokens.")

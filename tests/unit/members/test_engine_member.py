@@ -16,9 +16,11 @@ import psutil
 import pytest
 
 import fakes.fake_engine_server
+from fakes.nvml import FakeGpu, FakeNvml
 from hotrack.core.errors import MemberFailedError
 from hotrack.core.lifecycle import SleepMode
 from hotrack.members.canary import CanaryAnswer
+from hotrack.members.gpu import Gpus
 from hotrack.members.member import EngineMember, MemberFactory
 from hotrack.members.spec import MIB, Deadlines, MemberSpec
 
@@ -235,3 +237,67 @@ def test_kill_9_of_the_gateway_leaves_no_orphan() -> None:
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < until, "the member outlived its gateway"
         time.sleep(0.01)
+
+
+def gpu_member(*flags: str, gpu: FakeGpu, **changes: Any) -> EngineMember:
+    command = (sys.executable, SERVER, "--uds=${SOCKET}", *flags)
+    spec = MemberSpec(name="fake", command=command, device="cuda:0", **changes)
+    member = MemberFactory(gpus=Gpus(lambda: FakeNvml(gpu)))(spec)
+    assert isinstance(member, EngineMember)
+    return member
+
+
+def test_a_member_on_a_gpu_is_measured_there_and_its_word_is_compared(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def main() -> None:
+        gpu = FakeGpu("GPU-0")
+        member = gpu_member("--word=600", gpu=gpu, resets_itself=True)
+        await member.launch()
+        try:
+            await until_healthy(member)
+            assert member.pid is not None
+            gpu.held = {member.pid: 600 * MIB}
+            await member.sleep(SleepMode.WAIT, 5 * MIB)
+            assert await member.memory_bytes() == 600 * MIB
+            assert caplog.records == []
+            gpu.held = {member.pid: 700 * MIB}
+            for _ in range(2):
+                await member.wake_up(streamed=True)
+                assert await member.memory_bytes() == 700 * MIB  # the driver's word counts
+            doubts = [record.getMessage() for record in caplog.records]
+            assert doubts == [
+                "fake says that it holds 600 MiB on its device, the driver says 700 MiB; the driver counts"
+            ]
+            await asyncio.sleep(0.05)  # the log is on its way
+            assert member.logs()[1:] == [f"sleep {5 * MIB}", "wake_up streamed", "wake_up streamed"]
+        finally:
+            await member.stop()
+        assert await member.memory_bytes() is None
+
+    asyncio.run(main())
+
+
+def test_where_nobody_else_can_tell_its_word_counts() -> None:
+    async def main() -> None:
+        command = (sys.executable, SERVER, "--uds=${SOCKET}", "--word=600")
+        spec = MemberSpec(name="fake", command=command, device="cuda:0")
+        member = MemberFactory(gpus=Gpus(lambda: None))(spec)
+        assert isinstance(member, EngineMember)
+        await member.launch()
+        try:
+            await until_healthy(member)
+            assert await member.memory_bytes() is None
+            await member.sleep(SleepMode.WAIT)
+            assert await member.memory_bytes() == 600 * MIB
+            far = MemberSpec(name="far", url="http://member", device="cuda:0")
+            external = MemberFactory(gpus=Gpus(lambda: FakeNvml(FakeGpu("GPU-0"))))(far)
+            assert isinstance(external, EngineMember)
+            external._endpoint = member.endpoint
+            await external.wake_up()
+            assert await external.memory_bytes() == 600 * MIB
+            await external.close()
+        finally:
+            await member.stop()
+
+    asyncio.run(main())
