@@ -35,18 +35,13 @@ def remove_stale(served_names: Collection[str], directory: Path = DIRECTORY) -> 
         ending = _ENDING.search(name, max(0, len(name) - 40))
         if ending is None or ending.end() != len(name) or name.rpartition("-")[0] in wanted:
             continue
-        if (nbytes := _remove_unused(path)) is not None:
+        if (nbytes := remove_unused(path)) is not None:
             removed[path] = nbytes
     return removed
 
 
-def _stem(served_name: str) -> str:
-    slug = re.sub(r"[^A-Za-z0-9._-]", "_", served_name).lstrip("._-")[:60] or "model"
-    return f"{slug}-{hashlib.sha256(served_name.encode()).hexdigest()[:8]}"
-
-
-def _remove_unused(path: Path) -> int | None:
-    """Bytes of a file that was removed; None if a process holds it, or it is not ours."""
+def remove_unused(path: Path) -> int | None:
+    """Bytes of a copy that was removed; None if a process holds it, it is not ours, or there is none."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
@@ -62,3 +57,8 @@ def _remove_unused(path: Path) -> int | None:
         return None
     finally:
         os.close(fd)
+
+
+def _stem(served_name: str) -> str:
+    slug = re.sub(r"[^A-Za-z0-9._-]", "_", served_name).lstrip("._-")[:60] or "model"
+    return f"{slug}-{hashlib.sha256(served_name.encode()).hexdigest()[:8]}"

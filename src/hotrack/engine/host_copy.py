@@ -10,7 +10,7 @@ import torch
 from hotrack._version import __version__
 from hotrack.config.engine import EngineConfig
 from hotrack.core.errors import ChecksumError, ConfigError
-from hotrack.core.host_copies import copy_name
+from hotrack.core.host_copies import copy_name, copy_path, remove_unused
 from hotrack.distributed.tensor_parallel import TensorParallel
 from hotrack.hub.model import ResolvedModel
 from hotrack.memory.machine import SharedCopy
@@ -29,26 +29,29 @@ def shared_copy(
     device: torch.device,
     tp: TensorParallel,
 ) -> SharedCopy | None:
-    """The name of this rank's copy in shared memory, or None for a private one.
+    """The name of this rank's copy in shared memory, or None for a private one: then an earlier start's copy
+    is of no use any more, and goes.
 
     Raises:
         ConfigError: there is none to be had on this device.
     """
+    name = copy_name(config.served_model_name or resolved.name, tp.rank, tp.size)
     if config.host_copy == "private":
+        if device.type == "cuda" and (nbytes := remove_unused(copy_path(name))) is not None:
+            log.info("removed %s (%d bytes), left by --host-copy shared", copy_path(name), nbytes)
         return None
     if device.type != "cuda":
         raise ConfigError(
             f"--host-copy shared is for GPUs; on {device} the host copy is an unnamed file in "
             "HOTRACK_STORE_DIR: use --host-copy private"
         )
-    name = config.served_model_name or resolved.name
     source = (
         ("dummy", config.seed, _contents(resolved.path / "config.json"))
         if config.load_format == "dummy"
         else tuple(_files(resolved.path))
     )
     made = (__version__, torch.__version__, str(dtype), torch.cuda.get_device_capability(device))
-    return SharedCopy(copy_name(name, tp.rank, tp.size), repr((source, made, tp.rank, tp.size)))
+    return SharedCopy(name, repr((source, made, tp.rank, tp.size)))
 
 
 def fill(memory: MemoryManager, load: Callable[[], None]) -> bool:

@@ -14,6 +14,7 @@ import uvloop
 
 from hotrack.config.pool import PoolConfig
 from hotrack.core.errors import ConfigError, HotrackError
+from hotrack.core.host_copies import remove_stale
 from hotrack.core.runtime_dir import remove_leftovers
 from hotrack.gateway.app import Gateway, create_app
 from hotrack.gateway.auth import Keys
@@ -119,8 +120,11 @@ async def _serve(
     gpus = Gpus()
     config = settle_devices(config, gpus)
     budgets = find_budgets(config, gpus)
+    specs = member_specs(config)
+    for path, nbytes in remove_stale({spec.model_name for spec in specs}).items():
+        log.info("removed %s (%d bytes), the host copy of no member of this pool", path, nbytes)
     pool = Pool(
-        member_specs(config),
+        specs,
         pool_policy(config),
         budgets=budgets.of,
         gpus=budgets.gpus,

@@ -15,7 +15,7 @@ from hotrack.config.engine import EngineConfig
 from hotrack.core.errors import ConfigError
 from hotrack.core.host_copies import copy_name, copy_path
 from hotrack.distributed.tensor_parallel import TensorParallel
-from hotrack.engine import build
+from hotrack.engine import build, host_copy
 from hotrack.engine.host_copy import shared_copy
 from hotrack.hub.resolve import resolve
 from hotrack.memory import MemoryManager, SharedCopy
@@ -43,9 +43,17 @@ def find(path: Path, **options: object) -> SharedCopy:
     return found
 
 
-def test_private_is_the_default(path: Path) -> None:
+def test_private_is_the_default_and_removes_what_was_shared(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_copy, "copy_path", lambda name: copy_path(name, tmp_path))
+    mine, other = copy_path(copy_name("model"), tmp_path), copy_path(copy_name("other"), tmp_path)
+    for file in (mine, other):
+        file.touch()
     config = EngineConfig(model=str(path))
-    assert shared_copy(config, resolve(str(path)), torch.bfloat16, GPU, TensorParallel()) is None
+    for device, stays in ((torch.device("cpu"), True), (GPU, False)):
+        assert shared_copy(config, resolve(str(path)), torch.bfloat16, device, TensorParallel()) is None
+        assert (mine.exists(), other.exists()) == (stays, True)
 
 
 def test_refusals(path: Path) -> None:
