@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 
 _TYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32",
-    torch.int32: "i32", torch.int64: "i64",
+    torch.int32: "i32", torch.int64: "i64", torch.bool: "i1",
     torch.float8_e4m3fn: "fp8e4nv",
 }  # fmt: skip
 

@@ -25,19 +25,30 @@ def gated_delta_rule(
     is then scaled by k_dim ** -0.5. states float32 [N, Hv, k_dim, v_dim]: those of the step's sequences are
     brought up to date. Computed in float32.
     """
-    q, k, v = unit_rows(q.float()) * q.shape[-1] ** -0.5, unit_rows(k.float()), v.float()
     parts = []
     if n := plan.num_decodes:
         state = plan.load(states, 0, n)
-        out, state = recurrent_step(q[:n], k[:n], v[:n], g[:n], beta[:n], state)
+        out, state = recurrent_step(*prepared(q[:n], k[:n], v[:n]), g[:n], beta[:n], state)
         plan.store(states, state, 0, n)
         parts.append(out)
     if plan.chunks is not None:
-        state = plan.load(states, n)
-        out, state = chunked_scan(q, k, v, g, beta, state, plan.chunks)
-        plan.store(states, state, n)
-        parts.append(out)
+        parts.append(chunked_rule(q, k, v, g, beta, states, plan, plan.chunks))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def chunked_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, plan: StatePlan, chunks: Chunks
+) -> Tensor:
+    """:func:`gated_delta_rule` of the sequences that are no decodes -> [T', Hv, v_dim]"""
+    state = plan.load(states, plan.num_decodes)
+    out, state = chunked_scan(*prepared(q, k, v), g, beta, state, chunks)
+    plan.store(states, state, plan.num_decodes)
+    return out
+
+
+def prepared(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k with rows of length 1, q scaled, all in float32."""
+    return unit_rows(q.float()) * q.shape[-1] ** -0.5, unit_rows(k.float()), v.float()
 
 
 def unit_rows(x: Tensor) -> Tensor:
