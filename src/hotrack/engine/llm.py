@@ -102,11 +102,11 @@ class LLM:
         ]
         return self.generate(prompts, sampling_params)
 
-    def sleep(self, level: int = 1) -> dict[str, Any]:
+    def sleep(self, level: int = 1, *, nbytes: int | None = None) -> dict[str, Any]:
         """Give device memory back; returns the report. ``level`` 1 keeps weights on the host, 2 drops
-        them.
+        them. ``nbytes`` (level 1): only about so much of each device, KV first.
         """
-        return self._backend.control("sleep", level=level)
+        return self._backend.control("sleep", level=level, nbytes=nbytes)
 
     def wake_up(self, tags: Iterable[str] | None = None, *, streamed: bool = False) -> dict[str, Any]:
         """Bring memory back (all, or 'weights' / 'kv_cache'); returns the report.
