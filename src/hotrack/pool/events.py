@@ -64,6 +64,7 @@ class SwapRecord:
     victim_bytes_after: int | None = None
     target_bytes_before: int | None = None
     target_bytes_after: int | None = None
+    streamed: bool = False  # the last wake answered before its weights had arrived
     canary: str = ""  # a CanaryRan result, '' when it did not run
 
     @property

@@ -298,6 +298,7 @@ class Transitions:
         the canary); on failure ASLEEP again, measured too, else FAILED."""
         member, began = self.members[name], self.clock.now()
         self.sink.moved(name, _S.WAKING)
+        record.streamed = streamed
         try:
             await member.wake(streamed=streamed)
         except HotrackError as error:

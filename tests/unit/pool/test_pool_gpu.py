@@ -38,7 +38,7 @@ def test_a_waiting_request_is_computed_before_the_wake_has_landed() -> None:
             assert answer.code == "ok"
             assert answer.ended - answer.arrived == pytest.approx(10.05, abs=0.01)  # landed, and the canary
             (swap,) = rig.swaps()
-            assert (swap.canary, swap.result) == ("identical", "ok")
+            assert (swap.canary, swap.result, swap.streamed) == ("identical", "ok", True)
             assert swap.first_token_ms == pytest.approx(0.0, abs=1.0)
             assert rig.state("a") is MemberState.READY
 
@@ -86,7 +86,7 @@ def test_a_wake_that_lands_wrong_is_repeated_and_the_requests_wait_again() -> No
             assert rig.world.operations("wake:streamed", "wake") == [("a", "wake:streamed"), ("a", "wake")]
             assert rig["a"].served == 2
             (swap,) = rig.swaps()
-            assert (swap.result, swap.canary) == ("ok", "identical")
+            assert (swap.result, swap.canary, swap.streamed) == ("ok", "identical", False)
             assert rig.world.violations == []
 
     run_virtual(main())
