@@ -11,6 +11,7 @@ from hotrack.kernels.cuda_ops.ops import CudaOps
 from hotrack.kernels.paged import HeadShape, LayerKV, PagedBatch
 from hotrack.kernels.reference.linear import LinearKernel
 from hotrack.kernels.reference.norm import NormKernel
+from hotrack.kernels.triton.recurrent_ops import TritonRecurrent
 from hotrack.kernels.triton_ops import decode, moe, rotate
 
 
@@ -21,7 +22,7 @@ class FusedGateUp(LinearKernel):
         return moe.silu_and_mul(super().__call__(x))
 
 
-class TritonOps(CudaOps):
+class TritonOps(TritonRecurrent, CudaOps):
     """Falls back to :class:`CudaOps` for shapes a kernel does not take."""
 
     def plan_attention(self, batch: PagedBatch, heads: HeadShape, dtype: torch.dtype) -> AttentionPlan:
