@@ -64,16 +64,22 @@ def test_double_sleep_and_double_wake_change_nothing(member: MemberProcess) -> N
     assert len(tokens(member)) == 24
 
 
-def test_kept_requests_go_on_with_the_same_tokens(member: MemberProcess) -> None:
+@pytest.mark.parametrize("part", ["", "&nbytes=1MiB"])
+def test_kept_requests_go_on_with_the_same_tokens(member: MemberProcess, part: str) -> None:
     fields = {**GREEDY, "max_tokens": 300, "stream": True}
     _, undisturbed = member.post("/v1/completions", fields)
     with closing(member.connect()) as connection:
         connection.request("POST", "/v1/completions", json.dumps(fields))
         with connection.getresponse() as reply:
             begun = reply.readline().decode()
-            status, body = member.post("/sleep?level=1&mode=keep")
+            status, body = member.post(f"/sleep?level=1&mode=keep{part}")
             assert (status, body["status"]) == (200, "sleeping")
-            assert member.post("/wake_up")[1]["status"] == "awake"
+            missing = member.get("/is_sleeping")[1]["missing_bytes"]
+            assert missing == body["report"]["missing_bytes"]
+            assert (missing["weights"] == 0) == bool(part)
+            woke = member.post("/wake_up")[1]
+            assert woke["status"] == "awake"
+            assert woke["report"]["mapped_bytes"] == sum(missing.values())
             rest = reply.read().decode()
     assert streamed_text(begun + rest) == streamed_text(undisturbed)
 
