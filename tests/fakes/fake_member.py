@@ -128,7 +128,7 @@ class FakeMember:
         self._reachable()
         return self.sleeping
 
-    async def sleep(self, mode: SleepMode, nbytes: int | None = None) -> None:
+    async def sleep(self, mode: SleepMode, nbytes: int | None = None) -> int | None:
         self._reachable()
         what = f"sleep:{mode}" if nbytes is None else f"sleep:{mode}:{nbytes / GIB:.2f}"
         self.world.note(self.spec.name, what)
@@ -139,9 +139,11 @@ class FakeMember:
             stream.set()
         await asyncio.sleep(self.sleep_s)
         fault = await self._fault("sleep")
+        gives = self.world.held[self.spec.name] - max(self.residue_bytes, self._keeps)
+        promise = gives if self.spec.device and not self.sleeping else None
         if fault == "lie":
             self.sleeping = True
-            return
+            return promise
         self.sleeping = True
         if fault == "lag":
             asyncio.get_running_loop().call_later(self.lag_s, self._release)
@@ -149,6 +151,7 @@ class FakeMember:
             self._release()
         if fault == "error_after":
             raise MemberFailedError("sleep answered 500: assertion")
+        return promise
 
     async def wake_up(self, *, streamed: bool = False) -> None:
         self._reachable()

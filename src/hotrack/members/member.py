@@ -58,9 +58,9 @@ class Member(Protocol):
 
     async def is_sleeping(self) -> bool: ...
 
-    async def sleep(self, mode: SleepMode, nbytes: int | None = None) -> None:
+    async def sleep(self, mode: SleepMode, nbytes: int | None = None) -> int | None:
         """Sleep at ``spec.sleep_level``. Sleeping twice is fine. ``nbytes`` (``spec.partial_sleep``): give
-        back only about so many more bytes."""
+        back only about so many more bytes. Returns what it says that it gave back of its GPU, if it does."""
         ...
 
     async def wake_up(self, *, streamed: bool = False) -> None:
@@ -153,9 +153,12 @@ class EngineMember:
     async def is_sleeping(self) -> bool:
         return await self._api().is_sleeping()
 
-    async def sleep(self, mode: SleepMode, nbytes: int | None = None) -> None:
+    async def sleep(self, mode: SleepMode, nbytes: int | None = None) -> int | None:
         self._moving()
-        self._hear(await self._api().sleep(self.spec.sleep_level or 1, mode, nbytes))
+        report = await self._api().sleep(self.spec.sleep_level or 1, mode, nbytes)
+        self._hear(report)
+        freed = report.get("freed_bytes")
+        return freed if self.spec.device is not None and isinstance(freed, int) else None
 
     async def wake_up(self, *, streamed: bool = False) -> None:
         api = self._api()

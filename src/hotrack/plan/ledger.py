@@ -174,6 +174,15 @@ class GpuLedger:
     def with_foreign(self, foreign: Term) -> "GpuLedger":
         return replace(self, budget=replace(self.budget, foreign=foreign))
 
+    def shares(self) -> dict[str, int]:
+        """Bytes of the device that are not the members' doing: 'total', 'foreign', 'margin'."""
+        budget = self.budget
+        return {
+            "total": budget.total_bytes,
+            "foreign": budget.foreign.num_bytes,
+            "margin": budget.margin.num_bytes,
+        }
+
     def _with(self, footprint: Footprint) -> "GpuLedger":
         return replace(self, footprints={**self.footprints, footprint.name: footprint})
 

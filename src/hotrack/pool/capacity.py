@@ -21,6 +21,10 @@ class Capacity(Protocol):
 
     def with_foreign(self, foreign: Term) -> "Capacity": ...
 
+    def shares(self) -> dict[str, int]:
+        """Bytes of the device: 'total', 'foreign', 'margin'; empty where nobody counts."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class OneAtATime:
@@ -44,6 +48,9 @@ class OneAtATime:
     def with_foreign(self, foreign: Term) -> "OneAtATime":
         del foreign
         return self
+
+    def shares(self) -> dict[str, int]:
+        return {}
 
 
 def ledger_capacity(ledger: GpuLedger | None) -> Capacity:

@@ -48,7 +48,8 @@ class CheckedMember:
         self._baseline: tuple[CanaryAnswer, ...] | None = None
         self._asleep_bytes: int | None = None
         self._gave_bytes: int | None = None  # in its last sleep
-        self._first_residue_bytes: int | None = None
+        self._residue_bytes: int | None = None  # after its first whole sleep; on a GPU after its last
+        self._promised_bytes = 0  # what it says that its last sleep gave back
         self._back_by: float | None = None  # of a streamed wake whose memory was not yet seen back
 
     @property
@@ -59,7 +60,7 @@ class CheckedMember:
     @property
     def residue_bytes(self) -> int | None:
         """What it keeps when it gives back all it can; None before its first sleep."""
-        return self._first_residue_bytes
+        return self._residue_bytes
 
     @property
     def can_stream(self) -> bool:
@@ -81,7 +82,7 @@ class CheckedMember:
         Raises:
             MemberFailedError: it ended or was not healthy in time; the message has its last output.
         """
-        self._first_residue_bytes = None  # the last process's, if there was one
+        self._residue_bytes = None  # the last process's, if there was one
         try:
             await self._within(self.spec.deadlines.start_s, self._until_healthy(), "start")
         except HotrackError as error:
@@ -94,6 +95,7 @@ class CheckedMember:
         Raises:
             SleepError: asked twice, the second time dropping every request, it did not give its memory back.
         """
+        self._promised_bytes = 0
         try:
             held = await self._sleep_once(mode, before, nbytes)
         except HotrackError as first:
@@ -107,8 +109,8 @@ class CheckedMember:
                 raise SleepError(kept) from second
         self._asleep_bytes = held
         self._gave_bytes = None if before is None or held is None else before - held
-        if self._first_residue_bytes is None and nbytes is None:
-            self._first_residue_bytes = held
+        if nbytes is None and (self._residue_bytes is None or self.spec.device is not None):
+            self._residue_bytes = held
         return held
 
     async def wake(self, *, streamed: bool = False) -> None:
@@ -182,8 +184,13 @@ class CheckedMember:
 
     async def _sleep_once(self, mode: SleepMode, before: int | None, nbytes: int | None = None) -> int | None:
         sleep = self.member.sleep(mode) if nbytes is None else self.member.sleep(mode, nbytes)
-        await self._within(self.spec.deadlines.sleep_s, sleep, "sleep")
+        freed = await self._within(self.spec.deadlines.sleep_s, sleep, "sleep")
         limit, began = self._residue_limit(before, nbytes), self._clock.now()
+        self._promised_bytes = max(self._promised_bytes, freed or 0)
+        if self._promised_bytes and before is not None and nbytes is None and self.spec.residue_bytes is None:
+            # A CUDA context grows with the kernels it has loaded. What was promised must be gone; what is
+            # left beyond an earlier residue is the ledger's business.
+            limit = max(limit or 0, before - self._promised_bytes + self.spec.tolerance_bytes)
         low, low_at = before, began
         while True:
             (sleeping, held), now = await self._look(), self._clock.now()
@@ -238,8 +245,8 @@ class CheckedMember:
             return None if before is None else max(0, before - nbytes) + spec.tolerance_bytes
         if spec.residue_bytes is not None:
             return spec.residue_bytes + spec.tolerance_bytes
-        if self._first_residue_bytes is not None:
-            return self._first_residue_bytes + spec.tolerance_bytes
+        if self._residue_bytes is not None:
+            return self._residue_bytes + spec.tolerance_bytes
         if spec.swap_bytes is not None and before is not None:
             return max(0, before - spec.swap_bytes) + spec.tolerance_bytes
         return None

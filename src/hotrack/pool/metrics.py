@@ -1,10 +1,11 @@
 """Prometheus series of a pool, fed by its events; gauges are read from ``status`` when scraped."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from hotrack.core.lifecycle import MemberState
+from hotrack.pool.capacity import Capacity
 from hotrack.pool.events import (
     CanaryRan,
     Event,
@@ -53,6 +54,9 @@ class PoolMetrics:
         self._bytes = Gauge(
             "pool_gpu_bytes", "Measured device bytes of a member", ["member", "kind"], registry=registry
         )
+        self._device = Gauge(
+            "pool_device_bytes", "What a device group shares", ["group", "kind"], registry=registry
+        )
         self._canary = Counter("pool_canary", "Canary runs", ["member", "result"], registry=registry)
         self._cycles = Counter("pool_member_cycles", "Sleeps completed", ["member"], registry=registry)
 
@@ -78,8 +82,13 @@ class PoolMetrics:
         """
         self._requests.labels(member, code).inc()
 
-    def render(self, status: Sequence[MemberStatus]) -> bytes:
-        """Prometheus text format."""
+    def render(
+        self, status: Sequence[MemberStatus], capacities: Mapping[str, Capacity] | None = None
+    ) -> bytes:
+        """Prometheus text format. ``capacities``: per device group."""
+        for group, capacity in (capacities or {}).items():
+            for share, num_bytes in capacity.shares().items():
+                self._device.labels(group, share).set(num_bytes)
         for row in status:
             for state in MemberState:
                 self._state.labels(row.name, state).set(row.state is state)

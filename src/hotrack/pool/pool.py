@@ -13,7 +13,7 @@ from hotrack.members.member import Member, MemberFactory
 from hotrack.members.process import describe_exit
 from hotrack.members.spec import MemberSpec, check_members
 from hotrack.obs.log import get_logger
-from hotrack.plan.ledger import DeviceBudget, Footprint, GpuLedger, stated
+from hotrack.plan.ledger import DeviceBudget, Footprint, GpuLedger, Term, assumed, stated
 from hotrack.pool.capacity import ledger_capacity
 from hotrack.pool.checked import CheckedMember
 from hotrack.pool.command import Command
@@ -153,7 +153,8 @@ class Pool:
 
     def render_metrics(self) -> bytes:
         """Prometheus text."""
-        return self.metrics.render(self.status())
+        capacities = {name: group.loop.capacity for name, group in self._groups.items()}
+        return self.metrics.render(self.status(), capacities)
 
     async def sleep(self, name: str) -> None:
         """Drain the member and put it to sleep; nothing to do when it is not awake. Raises what went
@@ -265,11 +266,14 @@ class _Group:
 
 
 def make_ledger(specs: Sequence[MemberSpec], budget: DeviceBudget) -> GpuLedger:
-    """What is known of each member before it is measured."""
+    """What is known of each member before it is measured. Of a GPU an unknown member is taken to need half:
+    engines size themselves by what they find free, so who holds much must leave before it starts."""
+
+    def awake(spec: MemberSpec) -> Term:
+        unknown = spec.awake_bytes is None and spec.device is not None
+        return assumed(budget.total_bytes // 2) if unknown else stated(spec.awake_bytes)
+
     return GpuLedger.of(
         budget,
-        [
-            Footprint(spec.name, pool=stated(spec.awake_bytes), residue=stated(spec.residue_bytes))
-            for spec in specs
-        ],
+        [Footprint(spec.name, pool=awake(spec), residue=stated(spec.residue_bytes)) for spec in specs],
     )

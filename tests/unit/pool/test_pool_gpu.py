@@ -310,3 +310,46 @@ def test_what_others_hold_is_no_part_of_the_budget() -> None:
             assert sum(held(rig).values()) <= 96 - 20.48
 
     run_virtual(main())
+
+
+# ---- what is left asleep
+
+
+def device_rig() -> Rig:
+    specs = [
+        spec(name, device="cuda:0", residue_bytes=None, swap_bytes=None, awake_bytes=None) for name in "ab"
+    ]
+    return Rig(specs=specs, policy=QUIET)
+
+
+def test_a_context_that_grew_is_a_larger_residue_and_no_failure() -> None:
+    async def main() -> None:
+        async with device_rig() as rig:
+            await rig.request("a")
+            rig["a"].residue_bytes = 2 * GIB  # 1 GiB after the first sleep
+            rig.world.hold("a", 61 * GIB)
+            answer = await rig.request("b")
+            assert answer.code == "ok"
+            assert answer.ended - answer.arrived < 2.0
+            assert rig.state("a") is MemberState.ASLEEP
+            assert "residue a 2.00 GiB (measured)" in rig.pool._loop_of["b"].fits("b").arithmetic
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_sleep_that_keeps_what_it_promised_to_give_ends_the_process(first: bool) -> None:
+    async def main() -> None:
+        rig = device_rig()
+        rig.boot = not first
+        async with rig:
+            await rig.request("a")
+            rig["a"].faults["sleep"] = ["lie"]
+            rig["a"].sticky = True
+            assert (await rig.request("b")).code == "ok"
+            assert rig.state("a") in (MemberState.FAILED, MemberState.STOPPED)
+            assert rig.world.count("stop", "a") == 1
+            assert rig.world.count("sleep:abort", "a") == 1  # asked twice
+            assert rig.world.violations == []
+
+    run_virtual(main())
