@@ -1,9 +1,10 @@
-"""A decoder layer as Llama, Qwen3 and Qwen3-MoE share it."""
+"""A decoder layer as all families share it."""
 
 from torch import Tensor
 
 from hotrack.layers.attention import Attention
 from hotrack.layers.base import Build, Layer
+from hotrack.layers.gated_delta import GatedDeltaNet
 from hotrack.layers.mlp import GatedMLP
 from hotrack.layers.norm import RMSNorm
 from hotrack.layers.step import Step
@@ -12,20 +13,29 @@ from hotrack.moe.block import SparseMoE
 
 
 class DecoderLayer(Layer):
-    """Pre-norm attention and feed-forward, each joined to the residual stream."""
+    """A pre-norm mixer (attention or gated DeltaNet) and feed-forward, each joined to the residual stream."""
 
     def __init__(self, index: int, spec: ModelSpec, build: Build) -> None:
         super().__init__(build)
-        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, build)
-        self.self_attn = Attention(index, spec, build)
-        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, build)
+        size, eps, zero_centred = spec.hidden_size, spec.rms_norm_eps, spec.zero_centred_norm
+        self.input_layernorm = RMSNorm(size, eps, build, zero_centred=zero_centred)
+        if spec.gated_delta is not None and index in spec.gated_delta.layers:
+            self.linear_attn = GatedDeltaNet(index, spec, spec.gated_delta, build)
+        else:
+            self.self_attn = Attention(index, spec, build)
+        self.post_attention_layernorm = RMSNorm(size, eps, build, zero_centred=zero_centred)
         self.mlp: GatedMLP | SparseMoE
         if spec.moe is not None and index in spec.moe.sparse_layers:
             self.mlp = SparseMoE(spec.hidden_size, spec.moe, build)
         else:
             self.mlp = GatedMLP(spec.hidden_size, spec.intermediate_size, spec.mlp_bias, build)
 
+    @property
+    def mixer(self) -> Attention | GatedDeltaNet:
+        """What lets tokens see each other."""
+        return self.linear_attn if hasattr(self, "linear_attn") else self.self_attn
+
     def forward(self, hidden: Tensor, step: Step) -> Tensor:
         """[T, D] -> [T, D]"""
-        hidden = self.self_attn(self.input_layernorm(hidden), hidden, step)
+        hidden = self.mixer(self.input_layernorm(hidden), hidden, step)
         return self.mlp(self.post_attention_layernorm(hidden), hidden)
