@@ -53,6 +53,8 @@ class PagedBatch:
     block_stride  elements from one block of a layer to its next (a packed row)
 
     query_start   int32 [S+1] and ``seq_lens_device`` int32 [S]: the lengths where the kernels run
+    window        each token sees the last ``window`` ones, itself included; None: all. Blocks before that
+                  may be the null block in ``block_tables``
     """
 
     block_tables: Tensor
@@ -64,3 +66,4 @@ class PagedBatch:
     block_stride: int
     query_start: Tensor | None = None
     seq_lens_device: Tensor | None = None
+    window: int | None = None

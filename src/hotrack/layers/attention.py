@@ -48,7 +48,7 @@ class Attention(Layer):
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = self.q_norm.kernel, self.k_norm.kernel
-        self.ops.norm_rotate_and_cache(qkv, self.heads, norms, step.cos, step.sin, kv, plan)
+        self.ops.norm_rotate_and_cache(qkv, self.heads, norms, *step.rotary[0], kv, plan)
         q = qkv.view(-1, H + 2 * K, d)[:, :H]
         out = self.ops.paged_attention(q, kv, plan, self.scale)  # [T, H, d]
         out = out.reshape(-1, H * d)

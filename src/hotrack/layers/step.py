@@ -1,30 +1,40 @@
 """What a step's layers share, computed once before the first of them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from hotrack.kernels.base import AttentionPlan, Ops
 from hotrack.kernels.paged import HeadShape, PagedBatch
+from hotrack.kernels.recurrent import StatePlan
+from hotrack.kvcache.spec import State, Window
 from hotrack.kvcache.tensors import KVTensors
-from hotrack.layers.batch import ForwardBatch
+from hotrack.layers.batch import ForwardBatch, GroupTables
 
 
 @dataclass(slots=True)
 class Step:
-    """cos, sin [T, 1, rotated dim]; one attention plan per cache group; the cache."""
+    """rotary: cos, sin [T, 1, rotated dim] of each rotary embedding of the model; the cache; its plans.
 
-    cos: Tensor
-    sin: Tensor
-    plans: list[AttentionPlan]
+    ``plans`` and ``states`` are by cache group: a layer finds its own under ``kv.group_of[layer]``, in
+    ``plans`` if it has keys and values, in ``states`` if it keeps a state.
+    """
+
+    rotary: list[tuple[Tensor, Tensor]]
+    plans: dict[int, AttentionPlan]
+    states: dict[int, StatePlan]
     kv: KVTensors
 
 
-def plan_groups(batch: ForwardBatch, kv: KVTensors, heads: HeadShape, ops: Ops) -> list[AttentionPlan]:
-    """One plan per cache group of ``batch``."""
-    plans = []
-    for group, tables in zip(kv.groups, batch.groups, strict=True):
-        stride = group.row_bytes // kv.dtype.itemsize
+def plan_attention(
+    batch: ForwardBatch, kv: KVTensors, heads: Mapping[int, HeadShape], ops: Ops
+) -> dict[int, AttentionPlan]:
+    """One plan per cache group of keys and values. ``heads``: of each layer that has them."""
+    plans = {}
+    for index, (group, tables) in enumerate(zip(kv.groups, batch.groups, strict=True)):
+        if isinstance(group.spec, State):
+            continue
         paged = PagedBatch(
             tables.block_tables,
             tables.slot_mapping,
@@ -32,9 +42,27 @@ def plan_groups(batch: ForwardBatch, kv: KVTensors, heads: HeadShape, ops: Ops) 
             batch.seq_lens_list,
             batch.num_decodes,
             group.block_size,
-            stride,
+            group.row_bytes // kv.dtype.itemsize,
             batch.query_start,
             batch.seq_lens,
+            group.spec.window if isinstance(group.spec, Window) else None,
         )
-        plans.append(ops.plan_attention(paged, heads, kv.dtype))
+        plans[index] = ops.plan_attention(paged, heads[group.layers[0]], kv.dtype)
     return plans
+
+
+def plan_states(batch: ForwardBatch, kv: KVTensors) -> dict[int, StatePlan]:
+    """One plan per cache group of states."""
+    return {
+        index: plan_state(batch, tables)
+        for index, (group, tables) in enumerate(zip(kv.groups, batch.groups, strict=True))
+        if isinstance(group.spec, State)
+    }
+
+
+def plan_state(batch: ForwardBatch, tables: GroupTables) -> StatePlan:
+    """Of one group of states."""
+    read = tables.block_tables[:, 0].long()
+    return StatePlan(
+        read, tables.slot_mapping, read == 0, batch.query_start, batch.query_lens_list, batch.num_decodes
+    )

@@ -12,12 +12,13 @@ from hotrack.core.tensorspec import TensorSpec
 from hotrack.kernels.base import Kernel
 from hotrack.kvcache.spec import CacheSpec
 from hotrack.kvcache.tensors import KVTensors
+from hotrack.layers.attention import Attention
 from hotrack.layers.base import Build, Layer
 from hotrack.layers.batch import ForwardBatch
 from hotrack.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from hotrack.layers.norm import RMSNorm
 from hotrack.layers.rope import RotaryEmbedding
-from hotrack.layers.step import Step, plan_groups
+from hotrack.layers.step import Step, plan_attention, plan_states
 from hotrack.models.decoder import DecoderLayer
 from hotrack.models.names import NameTable, checkpoint_name
 from hotrack.modelspec.spec import ModelSpec
@@ -55,13 +56,21 @@ class CausalLM(Layer):
         if spec.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.decoder_layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+        self.heads = {
+            index: layer.mixer.heads
+            for index, layer in enumerate(self.decoder_layers)
+            if isinstance(layer.mixer, Attention)
+        }
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: KVTensors) -> Tensor:
         """T tokens -> hidden states after the final norm [T, D]; their K and V are cached afterwards."""
-        cos, sin = self.rotary(batch.positions)
-        plans = plan_groups(batch, kv, self.decoder_layers[0].self_attn.heads, self.ops)
-        step = Step(cos, sin, plans, kv)
+        step = Step(
+            [rotary(batch.positions) for rotary in self.rotary],
+            plan_attention(batch, kv, self.heads, self.ops),
+            plan_states(batch, kv),
+            kv,
+        )
         wait_for = batch.wait_for or _no_wait
         wait_for(self.stages.embedding)
         hidden = self.embed_tokens(batch.input_ids)  # [T, D]
@@ -78,7 +87,7 @@ class CausalLM(Layer):
 
     def cache_specs(self) -> list[CacheSpec]:
         """Per layer, what a token leaves in the cache of this rank."""
-        return [layer.self_attn.cache_spec() for layer in self.decoder_layers]
+        return [layer.mixer.cache_spec() for layer in self.decoder_layers]
 
     # The life of the parameters: declared, placed, loaded, packed; unpacked for sleep, packed after waking.
 
@@ -99,7 +108,7 @@ class CausalLM(Layer):
         for module in self.modules():
             for name, param in list(module.named_parameters(recurse=False)):
                 setattr(module, name, ours[id(param)])  # tied parameters stay one object
-        self.rotary = RotaryEmbedding(self.spec.rope, self.ops, self.dtype, device)
+        self.rotary = [RotaryEmbedding(self.spec.rope, self.ops, self.dtype, device)]
         for layer in self._parts():
             layer.bind()
         for module in self.modules():
