@@ -17,6 +17,7 @@ from hotrack.checkpoint.open import open_checkpoint
 from hotrack.checkpoint.targets import LoadTarget
 from hotrack.config.engine import EngineConfig
 from hotrack.core.errors import ConfigError
+from hotrack.core.host_copies import copy_path
 from hotrack.core.progress import Progress
 from hotrack.distributed.tensor_parallel import TensorParallel
 from hotrack.engine.agree import min_over_ranks
@@ -135,11 +136,12 @@ def _build(
     weights = _dummy(config, resolved, device) if config.load_format == "dummy" else _checkpoint(resolved)
     spec = weights.spec
     dtype = resolve_dtype(config.dtype, spec, device)
+    shared = shared_copy(config, resolved, dtype, device, tp)
     memory = MemoryManager(
         device,
         enable_sleep_mode=config.enable_sleep_mode,
         num_threads=num_threads,
-        shared=shared_copy(config, resolved, dtype, device, tp),
+        shared=shared,
     )
     model = build_model(spec, dtype=dtype, device=device, tp=tp, allocate=memory.allocate_weights)
 
@@ -148,6 +150,8 @@ def _build(
 
     if not fill(memory, load):
         log.info("%s: weights taken from the host copy that an earlier process left", resolved.name)
+    elif shared is not None:
+        log.info("%s: the host copy stays in %s for the next start", resolved.name, copy_path(shared.name))
     if device.type == "cpu":
         memory.packed = _PackedWeights(model, memory)
         memory.packed.pack([spec.name for spec in model.tensor_specs()])

@@ -64,7 +64,7 @@ class EngineCore:
         self._hash_every = hash_every
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self._paused = False
-        self._draining: list[Control] = []
+        self._draining: list[tuple[Control, float]] = []  # and since when
         self._wait_s = 0.0
         self._controls: dict[str, Callable[[dict[str, Any], list[Emission]], dict[str, Any]]] = {
             "sleep": self._sleep,
@@ -214,7 +214,7 @@ class EngineCore:
             error = RequestError(f"unknown control {control.op!r}")
             return [ControlReply(control.control_id, error=_error(error))]
         if self._must_drain(control):
-            self._draining.append(control)
+            self._draining.append((control, monotonic()))
             return []
         emissions = self._land() if self.transitions.is_landing else []
         try:
@@ -232,8 +232,12 @@ class EngineCore:
             return []
         emissions = self._finish_in_flight()
         controls, self._draining = self._draining, []
-        for control in controls:
-            emissions += self._control(control)
+        for control, since in controls:
+            waited_ms = (monotonic() - since) * 1e3
+            for emission in self._control(control):
+                if isinstance(emission, ControlReply) and "wait_ms" in emission.result:
+                    emission.result["wait_ms"] = waited_ms
+                emissions.append(emission)
         return emissions
 
     def _sleep(self, args: dict[str, Any], emissions: list[Emission]) -> dict[str, Any]:
@@ -257,7 +261,7 @@ class EngineCore:
         return result
 
     def _wake(self, args: dict[str, Any], emissions: list[Emission]) -> dict[str, Any]:
-        for control in self._draining:
+        for control, _ in self._draining:
             error = SleepError("a wake arrived before the requests had finished")
             emissions.append(ControlReply(control.control_id, error=_error(error)))
         self._draining = []

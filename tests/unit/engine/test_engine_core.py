@@ -186,6 +186,7 @@ def test_sleep_with_wait_finishes_requests_first_and_refuses_new_ones() -> None:
         reply = engine.control("sleep", level=1, mode="wait")
         assert reply.error is None
         assert {name: engine.tokens(name) for name in BASELINE} == BASELINE
+        assert reply.result["wait_ms"] > 0
     with FakeEngine() as engine:
         engine.step(adds=REQUESTS[:1])
         from hotrack.engine.messages import Control
