@@ -24,22 +24,20 @@ MIB = 1 << 20
 class Engine:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.memory: mmap.mmap | None = None
+        self.memory: list[mmap.mmap] = []  # one MiB each
         self.take()
 
     def take(self) -> None:
-        if self.memory is None and self.options.megabytes:
-            self.memory = mmap.mmap(
-                -1, self.options.megabytes * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            )
-            for offset in range(0, len(self.memory), mmap.PAGESIZE):
-                self.memory[offset] = 1
+        while len(self.memory) < self.options.megabytes:
+            block = mmap.mmap(-1, MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            for offset in range(0, MIB, mmap.PAGESIZE):
+                block[offset] = 1
+            self.memory.append(block)
         self.sleeping = False
 
-    def drop(self) -> None:
-        if self.memory is not None:
-            self.memory.close()
-            self.memory = None
+    def drop(self, nbytes: int) -> None:
+        for _ in range(min(len(self.memory), -(-nbytes // MIB))):
+            self.memory.pop().close()
         self.sleeping = True
 
     def reply(self, name: str, body: dict[str, object]) -> web.Response:
@@ -58,7 +56,7 @@ class Engine:
         assert mode in ("abort", "wait", "keep"), mode
         if "nbytes" in request.query:
             print("sleep", request.query["nbytes"], flush=True)
-        self.drop()
+        self.drop(int(request.query.get("nbytes", len(self.memory) * MIB)))
         return self.reply("sleep", {"status": "sleeping", "level": int(level), **self.report()})
 
     def report(self) -> dict[str, object]:

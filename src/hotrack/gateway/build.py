@@ -26,6 +26,7 @@ T = TypeVar("T")
 # What our own engine's processes hold on a CPU besides weights and KV cache, and keep asleep: a floor
 # (operations.md shows 242 MiB for a sleeping SmolLM2-135M).
 PROCESS_BYTES = 200 * MIB
+GPU_PROCESS_BYTES = 600 * MIB  # the same on a GPU: its CUDA context
 
 
 def member_specs(config: PoolConfig) -> tuple[MemberSpec, ...]:
@@ -71,9 +72,10 @@ def check_budget(config: PoolConfig, weight_bytes: Mapping[str, int]) -> tuple[s
         for spec in specs:
             verdict = usual.fits((spec.name,))
             if verdict.spare_bytes < spec.tolerance_bytes:
+                usually = format_bytes(_process_bytes(spec.device))
                 warnings.append(
                     f"{spec.name} may never fit: a process of the engine usually holds about "
-                    f"{format_bytes(PROCESS_BYTES)} besides its weights and KV cache, awake or asleep, and "
+                    f"{usually} besides its weights and KV cache, awake or asleep, and "
                     f"with {format_bytes(spec.tolerance_bytes)} of tolerance that is too much: "
                     f"{verdict.arithmetic}"
                 )
@@ -91,13 +93,17 @@ def _with_process(footprint: Footprint, config: PoolConfig) -> Footprint:
     model = config.models[footprint.name]
     if model.model is None:
         return footprint
-    process = assumed(PROCESS_BYTES)
+    process = assumed(_process_bytes(gpu_of(model)))
     level = config.pool.sleep.level if model.sleep_level is None else model.sleep_level
     return replace(
         footprint,
         nonpool=process if model.memory.awake_bytes is None else footprint.nonpool,
         residue=process if model.memory.residue_bytes is None and level != 0 else footprint.residue,
     )
+
+
+def _process_bytes(device: str | None) -> int:
+    return PROCESS_BYTES if device is None else GPU_PROCESS_BYTES
 
 
 def _member(name: str, model: ModelConfig, config: PoolConfig) -> MemberSpec:
