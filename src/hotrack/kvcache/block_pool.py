@@ -5,6 +5,9 @@ useful.
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
+import numpy as np
+from numpy.typing import NDArray
+
 NULL_BLOCK = 0
 
 
@@ -40,6 +43,10 @@ class BlockPool:
 
     def ref_count(self, block: int) -> int:
         return self._refs[block]
+
+    def used(self) -> NDArray[np.int64]:
+        """int64 [n], ascending: blocks with references, without the null block."""
+        return np.flatnonzero(np.asarray(self._refs)[NULL_BLOCK + 1 :]) + NULL_BLOCK + 1
 
     def allocate(self, count: int) -> list[int]:
         """``count`` blocks with reference count 1. The caller has checked ``num_free``."""

@@ -103,12 +103,8 @@ class KVCacheManager:
         return sum(group.pool.ref_count(block) == 1 for block in blocks)
 
     def live_blocks(self) -> list[NDArray[np.int64]]:
-        """Per group, ascending: the blocks that slots hold."""
-        found = []
-        for group in self._groups:
-            held = [group.table[slot, :count] for slot, count in enumerate(group.held) if count]
-            found.append(np.unique(np.concatenate(held)).astype(np.int64) if held else np.empty(0, np.int64))
-        return found
+        """Per group, ascending: the blocks that sequences hold."""
+        return [group.pool.used() for group in self._groups]
 
     def lookup(self, tokens: TokenArray, hashes: list[bytes]) -> PrefixHit:
         """Longest cached prefix of ``tokens`` (int32 ``[n]``); extends ``hashes`` to all full blocks of it.
