@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+import hotrack
 from hotrack.cli.http import Api, ServerError
 
 TESTS = Path(__file__).parents[1]
@@ -38,10 +39,10 @@ class ServedPool:
             time.sleep(0.02)
         raise AssertionError(f"{what} did not happen within {limit_s:g} s\n{self.text()[-4000:]}")
 
-    def wait_ready(self) -> None:
+    def wait_ready(self, limit_s: float) -> None:
         found = self.until(lambda: LISTENING.search(self.text()) or self._dead(), "listening")
         self.api = Api(found[1], timeout_s=60.0)
-        self.until(lambda: self._answers("/ready"), "ready")
+        self.until(lambda: self._answers("/ready"), "ready", limit_s)
 
     def members(self) -> dict[str, dict[str, Any]]:
         return {row["name"]: row for row in self.api.get("/api/pool/members")["members"]}
@@ -63,18 +64,20 @@ class ServedPool:
 
 
 @contextmanager
-def served_pool(folder: Path, pool_yaml: str, *arguments: str) -> Iterator[ServedPool]:
-    """A pool of members; ``STUB`` in a ``cmd`` starts a stub member."""
+def served_pool(folder: Path, pool_yaml: str, *arguments: str, ready_s: float = 60.0) -> Iterator[ServedPool]:
+    """A pool of members, ready within ``ready_s``; ``STUB`` in a ``cmd`` starts a stub member."""
     path = folder / "pool.yaml"
     path.write_text(pool_yaml)
     log = folder / "gateway.log"
-    environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
+    paths = [str(TESTS), str(Path(hotrack.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    python_path = os.pathsep.join(filter(None, paths))
+    environment = {**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "hotrack", "serve", str(path), "--port", "0", *arguments]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
     pool = ServedPool(process, log)
     try:
-        pool.wait_ready()
+        pool.wait_ready(ready_s)
         yield pool
     finally:
         if process.poll() is None:

@@ -47,7 +47,7 @@ def gpu() -> Gpu:
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPool]:
-    with served_pool(tmp_path_factory.mktemp("pool"), POOL) as served:
+    with served_pool(tmp_path_factory.mktemp("pool"), POOL, ready_s=150.0) as served:
         yield served
 
 
@@ -134,8 +134,9 @@ def test_a_member_that_slept_whole_returns_by_a_streamed_wake(pool: ServedPool, 
 def test_a_process_that_was_killed_leaves_no_byte(pool: ServedPool, gpu: Gpu) -> None:
     expected = ask(pool, "a")
     pid = pool.members()["a"]["pid"]
-    below = [process.pid for process in psutil.Process(pid).children(recursive=True)]
-    os.kill(below[0], 9)
+    below = psutil.Process(pid).children(recursive=True)
+    (rank,) = [process for process in below if "hotrack.engine.rank" in " ".join(process.cmdline())]
+    rank.kill()
     pool.until(lambda: gpu.tree_bytes(pid) is None, "its device memory gone", 20)
     assert pool.until(lambda: _answered(pool), "an answer of the next process", 60) == expected
 

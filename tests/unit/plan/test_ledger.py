@@ -112,3 +112,15 @@ def test_bytes_are_readable() -> None:
         "300 MiB",
         "3.00 GiB",
     ]
+
+
+def test_what_others_hold_can_change() -> None:
+    ledger = GpuLedger.of(
+        DeviceBudget(80 * GIB, margin=operator(GIB)), [Footprint("a", pool=measured(60 * GIB))]
+    )
+    assert ledger.fits({"a"}).spare_bytes == 19 * GIB
+    crowded = ledger.with_foreign(measured(30 * GIB))
+    assert crowded.fits({"a"}).spare_bytes == -11 * GIB
+    assert "foreign 30.00 GiB (measured)" in crowded.fits({"a"}).arithmetic
+    assert crowded.shares() == {"total": 80 * GIB, "foreign": 30 * GIB, "margin": GIB}
+    assert ledger.shares()["foreign"] == 0
