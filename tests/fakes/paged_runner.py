@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hotrack.core.tensorspec import TensorSpec
 from hotrack.distributed.tensor_parallel import TensorParallel
-from hotrack.kvcache.spec import group_layers
+from hotrack.kvcache.spec import State, group_layers
 from hotrack.kvcache.tensors import KVTensors
 from hotrack.layers.batch import ForwardBatch, GroupTables
 from hotrack.models import CausalLM, build_model
@@ -40,10 +40,13 @@ def load_model(
 
 @dataclass
 class SequenceState:
-    """Tokens so far computed, and the blocks that hold them."""
+    """Tokens so far computed, and the blocks that hold them; the row of its state (0: none yet), and of its
+    states after whole blocks, if a step ended there."""
 
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
+    row: int = 0
+    snapshots: dict[int, int] = field(default_factory=dict)
 
 
 class PagedRunner:
@@ -54,15 +57,32 @@ class PagedRunner:
         self.model = model
         groups = group_layers(model.cache_specs(), block_size)
         storage = [torch.zeros(num_blocks, g.row_bytes, dtype=torch.uint8) for g in groups]
+        for group, packed in zip(groups, storage, strict=True):
+            if isinstance(group.spec, State):
+                packed.fill_(255)  # NaN in every dtype: no state may be read before it was written
         self.kv = KVTensors(groups, storage, model.dtype)
         self.block_size = block_size
+        self.has_states = any(isinstance(group.spec, State) for group in groups)
         order = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(3)) + 1
         self.free: list[int] = order.tolist()
 
     def fork(self, parent: SequenceState, tokens: int) -> SequenceState:
         """A sequence that shares the parent's first ``tokens`` (whole blocks) of cache."""
         assert tokens % self.block_size == 0
-        return SequenceState(parent.blocks[: tokens // self.block_size], tokens)
+        row = parent.snapshots[tokens] if self.has_states else 0
+        return SequenceState(parent.blocks[: tokens // self.block_size], tokens, row, {tokens: row})
+
+    def _state_rows(self, seqs: Sequence[SequenceState]) -> GroupTables:
+        """A sequence reads its last state and overwrites it, unless that is a snapshot."""
+        read = [seq.row for seq in seqs]
+        for seq in seqs:
+            if seq.row in (0, *seq.snapshots.values()):
+                seq.row = self.free.pop()
+            if seq.computed % self.block_size == 0:
+                seq.snapshots[seq.computed] = seq.row
+        return GroupTables(
+            torch.tensor(read, dtype=torch.int32)[:, None], torch.tensor([seq.row for seq in seqs])
+        )
 
     def batch(self, work: Sequence[tuple[SequenceState, Tensor]]) -> ForwardBatch:
         """``work``: (sequence, its next token ids), sequences with one token first."""
@@ -81,6 +101,7 @@ class PagedRunner:
             [seq.blocks + [0] * (width - len(seq.blocks)) for seq, _ in work], dtype=torch.int32
         )
         starts = torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=torch.int32)
+        states = self._state_rows([seq for seq, _ in work])
         ids = torch.cat([ids for _, ids in work])
         return ForwardBatch(
             input_ids=ids,
@@ -88,7 +109,10 @@ class PagedRunner:
             query_start=starts,
             seq_lens=torch.tensor([seq.computed for seq, _ in work], dtype=torch.int32),
             logits_rows=torch.arange(len(ids)),
-            groups=tuple(GroupTables(tables, torch.tensor(slots)) for _ in self.kv.groups),
+            groups=tuple(
+                states if isinstance(group.spec, State) else GroupTables(tables, torch.tensor(slots))
+                for group in self.kv.groups
+            ),
             num_decodes=next((i for i, n in enumerate(lens) if n > 1), len(lens)),
             query_lens_list=lens,
             seq_lens_list=[seq.computed for seq, _ in work],

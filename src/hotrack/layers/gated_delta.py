@@ -4,9 +4,11 @@ import torch
 from torch import Tensor
 
 from hotrack.kernels.recurrent import StatePlan
+from hotrack.kvcache.spec import State, StateTensor
 from hotrack.layers.base import Build, Layer
 from hotrack.layers.linear import ReplicatedLinear, RowParallelLinear
 from hotrack.layers.shard import Shard, divide, span
+from hotrack.layers.step import Step
 from hotrack.modelspec.spec import GatedDeltaSpec, ModelSpec
 
 
@@ -53,6 +55,7 @@ class CausalConv1d(Layer):
         super().__init__(build)
         self.heads = heads
         self.channels = 2 * heads.key_width + heads.value_width
+        self.taps_before = kernel - 1  # inputs kept between steps
         self.weight = self.declare(self.channels, 1, kernel)
 
     def shards(self, name: str) -> tuple[Shard, ...]:  # noqa: ARG002
@@ -109,6 +112,12 @@ class GatedDeltaNet(Layer):
     def shards(self, name: str) -> tuple[Shard, ...]:  # noqa: ARG002
         return (Shard("", (), (span(self.tp.rank, self.heads.values),)),)  # A_log and dt_bias
 
+    def cache_spec(self) -> State:
+        """What a sequence keeps on this rank: the convolution's last inputs, and a matrix per value head."""
+        heads, conv = self.heads, self.conv1d
+        inputs = StateTensor((conv.taps_before, conv.channels), str(self.dtype).removeprefix("torch."))
+        return State((inputs, StateTensor((heads.values, heads.key_dim, heads.value_dim), "float32")))
+
     def mix(self, x: Tensor, inputs: Tensor, matrices: Tensor, plan: StatePlan) -> Tensor:
         """x [T, D] -> what the output projection takes [T, values * value_dim].
 
@@ -128,3 +137,9 @@ class GatedDeltaNet(Layer):
         )
         z = qkvz[:, self.conv1d.channels :].view(-1, heads.values, heads.value_dim)
         return self.norm(out, z).flatten(1)
+
+    def forward(self, x: Tensor, residual: Tensor, step: Step) -> Tensor:
+        """x, residual [T, D] -> residual + deltanet(x) [T, D]"""
+        inputs, matrices = step.kv.states[self.layer]
+        plan = step.states[step.kv.group_of[self.layer]]
+        return self.out_proj(self.mix(x, inputs, matrices, plan), residual)

@@ -10,12 +10,14 @@ from hotrack.models.causal_lm import Allocate, CausalLM
 from hotrack.models.llama import LlamaForCausalLM
 from hotrack.models.qwen3 import Qwen3ForCausalLM
 from hotrack.models.qwen3_moe import Qwen3MoeForCausalLM
+from hotrack.models.qwen3_next import Qwen3NextForCausalLM
 from hotrack.modelspec.spec import ModelSpec
 
 MODELS: dict[str, type[CausalLM]] = {
     "llama": LlamaForCausalLM,
     "qwen3": Qwen3ForCausalLM,
     "qwen3_moe": Qwen3MoeForCausalLM,
+    "qwen3_next": Qwen3NextForCausalLM,
 }
 
 
