@@ -18,6 +18,7 @@ class MemoryBook:
     def __init__(self, entries: Mapping[str, Entry], capacity: Capacity) -> None:
         self._entries = entries
         self.capacity = capacity
+        self._foreign_bytes = capacity.shares().get("foreign", 0)  # as last read
 
     def measured(self, name: str, kind: str, num_bytes: int) -> None:
         """``kind``: 'awake', 'residue', or 'partial' for a sleeper that could give back more."""
@@ -38,9 +39,11 @@ class MemoryBook:
         self.capacity = self.capacity.with_residue(name, stated(entry.spec.residue_bytes))
 
     def used(self, num_bytes: int) -> None:
-        """What the device says is used; what no member holds of it is foreign."""
-        ours = sum(entry.memory_bytes or 0 for entry in self._entries.values())
-        self.capacity = self.capacity.with_foreign(measured(max(0, num_bytes - ours)))
+        """What the device says is used; what no member holds of it is foreign. Members were read a moment
+        earlier and may have grown since, so only what two readings agree on counts."""
+        foreign = max(0, num_bytes - sum(entry.memory_bytes or 0 for entry in self._entries.values()))
+        agreed, self._foreign_bytes = min(foreign, self._foreign_bytes), foreign
+        self.capacity = self.capacity.with_foreign(measured(agreed))
 
     def fits(self, name: str) -> Verdict:
         """Does ``name`` fit beside who is awake, if all others sleep as deep as they can?"""

@@ -216,6 +216,7 @@ class Pool:
         """Look at every settled member now and then: is it there, what does it hold?"""
         while True:
             await self._clock.sleep(self._policy.probe_interval_s)
+            num_swaps = {name: group.loop.num_swaps for name, group in self._groups.items()}
             for name, member in self._members.items():
                 loop = self._loop_of[name]
                 if loop.state(name) not in WATCHED:
@@ -224,9 +225,9 @@ class Pool:
                 memory_bytes = await member.memory_bytes()
                 if loop.state(name) in WATCHED:
                     loop.on_probe(name, healthy=healthy, memory_bytes=memory_bytes)
-            for group, gpu in self._gpus.items():
+            for name, gpu in self._gpus.items():
                 memory = await asyncio.to_thread(gpu.memory)
-                self._groups[group].loop.on_device_used(memory.used)
+                self._groups[name].loop.on_device_used(memory.used, num_swaps[name])
 
     async def _end(self, member: Member) -> None:
         if member.spec.command:

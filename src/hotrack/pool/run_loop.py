@@ -84,7 +84,7 @@ class RunLoop:
         self._cut_at = inf
         self._restore: str | None = None
         self._contended = False  # somebody waits or moves: no fast path
-        self._num_swaps = 0
+        self.num_swaps = 0
         self._closing = False
 
     @property
@@ -200,9 +200,9 @@ class RunLoop:
             entry.missed_probes = 0
             self._give_up(entry, MemberFailedError(f"{name} no longer answers its health check"))
 
-    def on_device_used(self, num_bytes: int) -> None:
-        """What all processes together hold on the device; says nothing while somebody moves."""
-        if not self._running:
+    def on_device_used(self, num_bytes: int, num_swaps: int) -> None:
+        """All that is held on the device, read since swap ``num_swaps``: void if somebody moved."""
+        if not self._running and num_swaps == self.num_swaps:
             self._memory.used(num_bytes)
 
     def on_engine_dead(self, request: Request, reason: str) -> None:
@@ -403,10 +403,10 @@ class RunLoop:
 
     def _begin(self, switch: Switch, now: float) -> None:
         """Victims take no new requests from here on."""
-        self._num_swaps += 1
+        self.num_swaps += 1
         self._switch, self._switch_since, self._restore = switch, now, None
         self._record = SwapRecord(
-            self._num_swaps, now, switch.cause, switch.target, switch.victims, switch.request_id
+            self.num_swaps, now, switch.cause, switch.target, switch.victims, switch.request_id
         )
         self._cut_at = inf
         reason = f"{switch.cause} of {switch.target}" if switch.target else str(switch.cause)

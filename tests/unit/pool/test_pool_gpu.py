@@ -10,7 +10,11 @@ from fakes.fake_member import GIB, FakeMember, World
 from fakes.pool_rig import Rig, spec
 from hotrack.core.lifecycle import MemberState
 from hotrack.members.spec import MIB, CanarySpec, MemberSpec
+from hotrack.plan.ledger import DeviceBudget, measured
+from hotrack.pool.entry import Entry
+from hotrack.pool.memory_book import MemoryBook
 from hotrack.pool.policy import PoolPolicy
+from hotrack.pool.pool import make_ledger
 from hotrack.pool.transitions import PARTIAL_MARGIN
 
 QUIET = PoolPolicy(min_residency_s=0.0)
@@ -303,13 +307,31 @@ def test_what_others_hold_is_no_part_of_the_budget() -> None:
         async with partial_rig(a=40, b=50) as rig:
             loop = rig.pool._loop_of["a"]
             await rig.request("a")
-            loop.on_device_used(41 * GIB + 20 * GIB + 500 * MIB)  # 'a', the residue of 'b', and a stranger
+            used = 41 * GIB + 20 * GIB + 500 * MIB  # 'a', the residue of 'b', and a stranger
+            loop.on_device_used(used + 30 * GIB, loop.num_swaps)  # 'a' was just growing
+            assert "foreign" not in loop.fits("b").arithmetic
+            loop.on_device_used(used, loop.num_swaps)
+            loop.on_device_used(90 * GIB, loop.num_swaps - 1)  # somebody moved meanwhile
+            loop.on_device_used(used, loop.num_swaps)
             assert "foreign 20.49 GiB (measured)" in loop.fits("b").arithmetic
             await rig.request("b")
             assert held(rig)["a"] < 40
             assert sum(held(rig).values()) <= 96 - 20.48
 
     run_virtual(main())
+
+
+def test_what_others_held_at_the_start_counts_until_it_is_read_again() -> None:
+    entries = {"a": Entry(FakeMember(spec("a"), World()))}
+    entries["a"].memory_bytes = 40 * GIB
+    budget = DeviceBudget(96 * GIB, foreign=measured(20 * GIB))
+    book = MemoryBook(entries, make_ledger([spec("a")], budget))
+
+    def foreign(used_gib: int) -> float:
+        book.used(used_gib * GIB)
+        return book.capacity.shares()["foreign"] / GIB
+
+    assert [foreign(used) for used in (60, 45, 75, 70, 70, 30)] == [20, 5, 5, 30, 30, 0]
 
 
 # ---- what is left asleep
