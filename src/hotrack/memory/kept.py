@@ -77,8 +77,8 @@ def keep(
         if isinstance(error, ConfigError):
             nbytes = sum(size for ranges in by_region.values() for _, size in ranges)
             raise SleepError(
-                f"the {nbytes} bytes of KV of running requests find no room on the host: {error.message}. "
-                "Let the requests finish (mode=wait) or end them (mode=abort)"
+                f"the host has no room for the {nbytes} bytes of KV of running requests, or may not pin them: "
+                "let the requests finish (mode=wait) or end them (mode=abort)"
             ) from error
         raise
     return kept

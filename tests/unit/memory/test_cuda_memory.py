@@ -20,7 +20,7 @@ from hotrack.core.errors import (
 )
 from hotrack.core.lifecycle import EngineState
 from hotrack.core.tensorspec import TensorSpec
-from hotrack.memory import KeptRange, MemoryManager
+from hotrack.memory import KeptRange, MemoryManager, process
 
 SPECS = [
     TensorSpec("embed", (300, 128), "bfloat16"),
@@ -457,3 +457,11 @@ def test_damaged_kept_bytes_are_found(engine: CudaEngine) -> None:
     assert bool((engine.kv[:1000] == 9).all())
     assert not engine.kv[1000:].any()
     engine.check_awake(kv=None)
+
+
+def test_kept_kv_that_finds_no_room_on_the_host(engine: CudaEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(process, "available_bytes", lambda: 10)
+        with pytest.raises(SleepError, match=r"no room for the 1000 bytes of KV .* mode=wait"):
+            engine.memory.sleep(1, keep=[KeptRange(engine.kv, 0, 1000)])
+    engine.check_awake(kv=9)
