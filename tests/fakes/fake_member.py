@@ -78,6 +78,7 @@ class FakeMember:
         self.served = 0
         self._landed: asyncio.Task[None] | None = None
         self._keeps = 0
+        self._fell_back = False  # asleep because what a streamed wake brought was wrong
         self._streams: set[asyncio.Event] = set()
         self._healthy_at = 0.0
         self._on_exit: Callable[[int], None] | None = None
@@ -165,23 +166,30 @@ class FakeMember:
             return
         self.world.hold(self.spec.name, self.awake_bytes)
         self.corrupt = fault == "wrong"
+        self._fell_back = False
         if streamed:
             self._landed = asyncio.create_task(self._land())
 
     async def _land(self) -> None:
+        process = self._launches
         await asyncio.sleep(self.wake_s)
+        if not self.running or process != self._launches:
+            return
         try:
             await self._fault("land")
         except MemberFailedError:
-            self.sleeping, self._keeps = True, 0
-            self._release()
+            if self.running:
+                self.sleeping, self._keeps, self._fell_back = True, 0, True
+                self._release()
             for stream in self._streams:
                 stream.set()
 
     async def ask(self, prompt: str, max_tokens: int) -> CanaryAnswer:
-        self._usable("canary")
+        if not self._fell_back:
+            self._usable("canary")
         if self._landed is not None:
             await self._landed
+        self._reachable()
         if self.sleeping:
             raise MemberFailedError(f"{self.spec.name}: checksum mismatch")
         await asyncio.sleep(self.ask_s)
@@ -202,6 +210,8 @@ class FakeMember:
 
     async def serve(self, seconds: float, cut: asyncio.Event | None = None) -> str:
         """One request: 'done', 'cut' (the lease was abandoned) or 'dropped' (by the engine)."""
+        if self._fell_back and self.sleeping:
+            return "dropped"  # the engine refuses it
         self._usable("request")
         self.served += 1
         dropped = asyncio.Event()

@@ -16,6 +16,10 @@ class FakeLease:
     deaths: list[str] = field(default_factory=list)
     verdict: "asyncio.Future[bool] | None" = None
 
+    @property
+    def provisional(self) -> bool:
+        return self.verdict is not None and not self.verdict.done()
+
     async def verified(self) -> bool:
         return True if self.verdict is None else await self.verdict
 

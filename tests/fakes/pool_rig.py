@@ -93,9 +93,18 @@ class Rig:
                     admitted = self.clock.now()
                     if not held.provisional:
                         held.first_byte()
-                    end = await self[held.member].serve(seconds, held.abandoned)
-                    if passed := await held.verified():
-                        held.first_byte()
+                    serving = asyncio.ensure_future(self[held.member].serve(seconds, held.abandoned))
+                    verdict = asyncio.ensure_future(held.verified())
+                    try:
+                        await asyncio.wait((serving, verdict), return_when=asyncio.FIRST_COMPLETED)
+                        if passed := await verdict:
+                            held.first_byte()
+                            end = await serving
+                    finally:
+                        serving.cancel()
+                        verdict.cancel()
+                        await asyncio.wait((serving,))
+                    if passed:
                         code = {"done": "ok", "cut": "drain_timeout"}.get(end, end)
         except HotrackError as refused:
             code, error = refused.code, refused

@@ -14,6 +14,11 @@ class Lease(Protocol):
     def endpoint(self) -> Endpoint: ...
 
     @property
+    def provisional(self) -> bool:
+        """The member is still being verified: the answer must wait for ``verified``."""
+        ...
+
+    @property
     def abandoned(self) -> asyncio.Event:
         """Set when the drain deadline passed: the request must end now."""
         ...

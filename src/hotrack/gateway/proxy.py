@@ -6,9 +6,10 @@ drain deadline passed. Both cancel the handling task and are told apart by the i
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 from hotrack.core.clock import Clock, MonotonicClock
 from hotrack.core.errors import (
@@ -181,17 +182,11 @@ class Proxy:
             watcher = asyncio.create_task(interruption.when_abandoned(lease, member))
             try:
                 connections = self._upstreams.of(member, lease.endpoint)
-                response: UpstreamResponse | None = None
-                try:
-                    response = await connections.request(b"POST", call.target, call.headers, call.body)
-                except UpstreamError:
-                    if await lease.verified():
-                        raise
+                answer = connections.request(b"POST", call.target, call.headers, call.body)
+                response = await (_unless_revoked(lease, answer) if lease.provisional else answer)
                 if response is None:
                     return False
                 try:
-                    if not await lease.verified():
-                        return False
                     await call.reply.forward(response, lease.first_byte)
                     if reason := engine_death(call.reply.end):
                         lease.engine_dead(reason)
@@ -239,6 +234,27 @@ class Proxy:
         assert isinstance(error, HotrackError)
         call.code = error.code
         await call.reply.error(error)
+
+
+async def _unless_revoked(
+    lease: Lease, answer: Coroutine[Any, Any, UpstreamResponse]
+) -> UpstreamResponse | None:
+    """The beginning of an answer, once bytes of it may leave. None as soon as they never may: the member then
+    hears that nobody wants it."""
+    passed = False
+    request = asyncio.ensure_future(answer)
+    verdict = asyncio.ensure_future(lease.verified())
+    try:
+        await asyncio.wait((request, verdict), return_when=asyncio.FIRST_COMPLETED)
+        passed = await verdict
+        return await request if passed else None
+    finally:
+        verdict.cancel()
+        if not passed:
+            request.cancel()
+            await asyncio.wait((request,))
+            if not request.cancelled() and request.exception() is None:
+                request.result().close()
 
 
 def _upstream_failure(member: str, error: UpstreamError) -> HotrackError:

@@ -44,10 +44,15 @@ class Play:
 
 
 def play(
-    folder: Path, script: Script, test: Callable[[Play], Awaitable[None]], *, stream: bool = False
+    folder: Path,
+    script: Script,
+    test: Callable[[Play], Awaitable[None]],
+    *,
+    stream: bool = False,
+    watch: bool = False,
 ) -> None:
     async def main() -> None:
-        async with raw_upstream(folder, script) as upstream:
+        async with raw_upstream(folder, script, watch=watch) as upstream:
             await asyncio.wait_for(test(Play(upstream, stream=stream)), 10)
 
     asyncio.run(main())
@@ -128,6 +133,25 @@ def test_a_connection_that_breaks_before_the_verdict(tmp_path: Path, passed: boo
         assert play.call.status == (502 if passed else 200)
 
     play(tmp_path, script, test)
+
+
+def test_a_revoked_request_stops_the_member_at_once(tmp_path: Path) -> None:
+    async def script(exchange: Exchange) -> None:
+        if len(asked) == 0:
+            asked.append(exchange)
+            await asyncio.sleep(3600)  # a long answer, whole at its end
+        await plain(exchange)
+
+    asked: list[Exchange] = []
+
+    async def test(play: Play) -> None:
+        await play.asked(1)
+        play.verdict.set_result(False)
+        await play.running
+        assert play.call.status == 200
+        await asyncio.wait_for(play.upstream.hung_up.wait(), 5)
+
+    play(tmp_path, script, test, watch=True)
 
 
 def test_when_it_may_not_wait_again_the_client_hears_why(tmp_path: Path) -> None:

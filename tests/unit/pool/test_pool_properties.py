@@ -4,12 +4,14 @@ import asyncio
 from collections import Counter
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fakes.clock import run_virtual
-from fakes.pool_rig import Answer, Rig
+from fakes.pool_rig import Answer, Rig, spec
 from hotrack.core.lifecycle import MEMBER_MOVES, MemberState
+from hotrack.members.spec import MemberSpec
 from hotrack.pool.events import StateChanged
 from hotrack.pool.policy import PoolPolicy
 
@@ -54,6 +56,7 @@ FAULTS = {
     "wake": ["", "error", "lie", "wrong", "hang", "die"],
     "ask": ["", "wrong", "error", "hang", "die"],
     "launch": ["", "die"],
+    "land": ["", "error", "die"],
 }
 fault_plans = st.fixed_dictionaries(
     {operation: st.lists(st.sampled_from(kinds), max_size=4) for operation, kinds in FAULTS.items()}
@@ -102,10 +105,17 @@ def check_at_rest(rig: Rig) -> None:
 relaxed = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 
 
+def gpu_specs(names: str) -> list[MemberSpec]:
+    """Nothing is declared; wakes are streamed, sleeps give back what is lacking."""
+    unknown = {"awake_bytes": None, "residue_bytes": None, "swap_bytes": None}
+    return [spec(name, device="cuda", streamed_wake=True, partial_sleep=True, **unknown) for name in names]
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
 @relaxed
 @given(plan=arrivals("abc", 30.0), faults_a=fault_plans, faults_b=fault_plans)
 def test_every_request_ends_once_whatever_fails(
-    plan: list[Arrival], faults_a: dict[str, list[str]], faults_b: dict[str, list[str]]
+    on_gpu: bool, plan: list[Arrival], faults_a: dict[str, list[str]], faults_b: dict[str, list[str]]
 ) -> None:
     async def main() -> None:
         policy = PoolPolicy(
@@ -116,7 +126,7 @@ def test_every_request_ends_once_whatever_fails(
             poll_s=0.1,
             probe_interval_s=60.0,
         )
-        async with Rig("abc", policy) as rig:
+        async with Rig("abc", policy, gpu_specs("abc") if on_gpu else None) as rig:
             for name, faults in (("a", faults_a), ("b", faults_b)):
                 for operation, kinds in faults.items():
                     rig[name].faults[operation] = list(kinds)
