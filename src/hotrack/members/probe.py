@@ -53,20 +53,24 @@ class GpuProbe:
     def __init__(self, name: str, gpu: Gpu) -> None:
         self._name = name
         self._gpu = gpu
-        self._blind = False
+        self._blind = False  # said so
+        self._listed = False  # no need of the device's total
 
     async def memory_bytes(self, pid: int) -> int | None:
         return await asyncio.to_thread(self._read, pid)
 
     def moving(self) -> None:
-        self._gpu.used_by.moving(self._name)
+        if not self._listed:
+            self._gpu.used_by.moving(self._name)
 
     def gone(self) -> None:
+        self._listed = False
         self._gpu.used_by.gone(self._name)
 
     def _read(self, pid: int) -> int | None:
         held = self._gpu.tree_bytes(pid)
         if held is not None:
+            self._listed = True
             return held
         if not self._blind:
             self._blind = True
