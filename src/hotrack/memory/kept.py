@@ -77,7 +77,7 @@ def keep(
         if isinstance(error, ConfigError):
             nbytes = sum(size for ranges in by_region.values() for _, size in ranges)
             raise SleepError(
-                f"the host has no room for the {nbytes} bytes of KV of running requests, or may not pin them: "
+                f"no host memory for the {nbytes} bytes of KV of running requests, or it may not be pinned: "
                 "let the requests finish (mode=wait) or end them (mode=abort)"
             ) from error
         raise

@@ -462,6 +462,6 @@ def test_damaged_kept_bytes_are_found(engine: CudaEngine) -> None:
 def test_kept_kv_that_finds_no_room_on_the_host(engine: CudaEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(process, "available_bytes", lambda: 10)
-        with pytest.raises(SleepError, match=r"no room for the 1000 bytes of KV .*mode=wait"):
+        with pytest.raises(SleepError, match=r"no host memory for the 1000 bytes of KV .*mode=wait"):
             engine.memory.sleep(1, keep=[KeptRange(engine.kv, 0, 1000)])
     engine.check_awake(kv=9)
