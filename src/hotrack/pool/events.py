@@ -127,7 +127,7 @@ class RequestRefused:
 
 @dataclass(frozen=True, slots=True)
 class MemoryMeasured:
-    """``kind``: 'awake' or 'residue'."""
+    """``kind``: 'awake', 'residue', or 'partial' for a sleeper that could give back more."""
 
     time: float
     member: str
