@@ -179,9 +179,11 @@ class Residency:
             if before is EngineState.ASLEEP:
                 reached = max(reached, self.level)
             self._enter(EngineState.ASLEEP, reached)
-            # Answers leave garbage and free heap here as well, and what stays counts as residue.
-            gc.collect()
-            trim_heap()
+            if report.get("device_after_bytes") is None:
+                # Answers leave garbage and free heap here as well, and what stays counts as residue. Where a
+                # GPU is what is shared it does not, and tens of milliseconds of every swap would go to it.
+                gc.collect()
+                trim_heap()
             return report
 
     async def _wake(self, tags: list[str] | None, streamed: bool) -> dict[str, Any]:
