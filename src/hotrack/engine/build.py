@@ -29,8 +29,8 @@ from hotrack.engine.scheduler import Scheduler, SchedulerLimits
 from hotrack.engine.sizing import (
     cpu_kv_budget,
     cuda_kv_budget,
+    kv_cache_bytes,
     measure_workspace,
-    row_bytes_of,
     size_kv_cache,
 )
 from hotrack.engine.transitions import Transitions
@@ -162,8 +162,8 @@ def _build(
     budget, workspace_bytes = _kv_budget(config, model, groups, device, memory.weight_bytes, free_at_start)
     num_blocks, max_model_len = size_kv_cache(config, spec, groups, budget, tp)
     storage = [
-        memory.allocate_bytes("kv_cache", num_blocks * group.row_bytes).view(num_blocks, group.row_bytes)
-        for group in groups
+        memory.allocate_bytes("kv_cache", count * group.row_bytes).view(count, group.row_bytes)
+        for count, group in zip(num_blocks, groups, strict=True)
     ]
     num_slots = config.max_num_seqs * (1 + config.pipeline_depth)
     manager = KVCacheManager(
@@ -171,6 +171,7 @@ def _build(
         num_blocks,
         num_slots=num_slots,
         max_model_len=max_model_len,
+        max_step_tokens=config.max_num_batched_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
         salt=salt,
     )
@@ -201,7 +202,7 @@ def _build(
         device_streams=device.type == "cuda",
     )
     info = {
-        "num_blocks": num_blocks,
+        "num_blocks": max(num_blocks),
         "block_size": config.block_size,
         "max_model_len": max_model_len,
         "vocab_size": spec.vocab_size,
@@ -209,7 +210,7 @@ def _build(
         "num_threads": num_threads,
         "weight_bytes": memory.weight_bytes,
         "prepacked_bytes": model.prepacked_bytes(),
-        "kv_cache_bytes": num_blocks * row_bytes_of(groups),
+        "kv_cache_bytes": kv_cache_bytes(groups, num_blocks),
         "workspace_bytes": workspace_bytes,
         "device": str(device),
         "load_s": loaded - start,

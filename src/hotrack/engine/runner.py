@@ -211,7 +211,7 @@ class ModelRunner:
             query_start=query_start,
             counts=plan.counts,
             seq_lens=seq_lens.astype(np.int32),
-            tables=self._tables(slots, token_slots, positions, int(seq_lens.max())),
+            tables=self.manager.step_tables(slots, token_slots, positions, int(seq_lens.max())),
             num_decodes=plan.num_decodes,
             logits_rows=query_start[1:][sampling].astype(np.int64) - 1,
             sample_slots=sample_slots.tolist(),
@@ -224,17 +224,6 @@ class ModelRunner:
             prompt_rows=_prompt_rows(plan, query_start),
             wait_for=self.wait_for,
         )
-
-    def _tables(
-        self, slots: Int64Array, token_slots: Int64Array, positions: Int64Array, longest: int
-    ) -> list[tuple[NDArray[np.int32], Int64Array]]:
-        block_tokens = self.manager.block_tokens
-        width = self.manager.blocks_for(longest)
-        block, offset = np.divmod(positions, block_tokens)
-        return [
-            (table[slots, :width], table[token_slots, block].astype(np.int64) * block_tokens + offset)
-            for table in self.manager.tables
-        ]
 
     # ---- device side (worker thread)
 

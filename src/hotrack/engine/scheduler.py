@@ -162,7 +162,7 @@ class Scheduler:
             else:
                 # At least one token, or a budget below the number of decoding sequences would starve every
                 # prefill.
-                count = min(seq.num_total - seq.num_computed, max(budget - decodes_behind, 1))
+                count = self._chunk(seq, max(budget - decodes_behind, 1))
             if count and self._make_room(seq, seq.num_computed + count):
                 self._schedule(seq, count, decodes if count == 1 else chunks)
                 budget -= count
@@ -170,14 +170,23 @@ class Scheduler:
                 index += 1
         return budget, self.counters.preemptions > before
 
+    def _chunk(self, seq: Sequence, budget: int) -> int:
+        """How many of the sequence's tokens to compute next. Where layers keep states, chunks end at blocks'
+        ends, and the last one begins at one: only there is a state that a later prompt can begin with."""
+        end = min(seq.num_total, seq.num_computed + budget)
+        if self.kv.keeps_states:
+            block_tokens = self.kv.block_tokens
+            last = (min(end, seq.num_total - 1)) // block_tokens * block_tokens
+            end = last if last > seq.num_computed else end
+        return end - seq.num_computed
+
     def _make_room(self, seq: Sequence, num_tokens: int) -> bool:
         """Make ``seq`` hold ``num_tokens``, preempting from the end of the order. False: not in this step
         (``seq`` waits
         for blocks in flight, or was itself the last and has been preempted)."""
         kv = self.kv
-        while not kv.grow(seq.slot, num_tokens):
-            short = kv.blocks_for(num_tokens) - kv.held(seq.slot) - kv.num_free_blocks
-            if short <= sum(kv.exclusive(other.slot) for other in self._draining.values()):
+        while not kv.grow(seq.slot, num_tokens, seq.num_computed):
+            if kv.can_grow(seq.slot, num_tokens, seq.num_computed, released=self._draining):
                 return False
             victim = self._running[-1]
             self._preempt(victim)
@@ -192,12 +201,12 @@ class Scheduler:
             if seq is None or seq.in_flight:
                 break
             hit = self._lookup(seq)
-            if self.kv.missing(hit, seq.num_tokens) > self.kv.num_free_blocks:
+            if not self.kv.can_admit(hit, seq.num_tokens):
                 break
             heapq.heappop(self._waiting)
             self._admit(seq, hit)
-            count = min(seq.num_tokens - seq.num_computed, budget)
-            grown = self.kv.grow(seq.slot, seq.num_computed + count)
+            count = self._chunk(seq, budget)
+            grown = self.kv.grow(seq.slot, seq.num_computed + count, seq.num_computed)
             assert grown, f"{seq.request_id}: admission promised blocks"
             self._schedule(seq, count, decodes if count == 1 else chunks)
             budget -= count
@@ -316,7 +325,7 @@ class Scheduler:
     def _name_blocks(self, seq: Sequence) -> None:
         """Let the prefix cache know the full blocks whose tokens are known (their K and V are on the way)."""
         known = min(seq.num_computed, seq.num_tokens)
-        if known >= (self.kv.named(seq.slot) + 1) * self.kv.block_tokens:
+        if self.kv.can_name(seq.slot, known):
             self.kv.name_blocks(seq.slot, seq.tokens[:known], seq.hashes)
 
 

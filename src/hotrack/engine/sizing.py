@@ -13,8 +13,9 @@ from hotrack.engine.agree import min_over_ranks
 from hotrack.engine.sampler import Sampler
 from hotrack.engine.sampling_batch import SamplingState
 from hotrack.kernels.cuda_ops.attention import GATHER_TOKENS
-from hotrack.kvcache.manager import check_supported
-from hotrack.kvcache.spec import CacheGroup
+from hotrack.kvcache.holdings import check_supported
+from hotrack.kvcache.spec import CacheGroup, Paged, State
+from hotrack.kvcache.split import split_blocks
 from hotrack.kvcache.tensors import KVTensors
 from hotrack.layers.batch import ForwardBatch, GroupTables
 from hotrack.models.causal_lm import CausalLM
@@ -30,9 +31,9 @@ def size_kv_cache(
     groups: Sequence[CacheGroup],
     budget: int,
     tp: TensorParallel,
-) -> tuple[int, int]:
-    """(blocks, max_model_len), equal on all ranks. ``budget``: bytes for KV. Without --max-model-len the
-    context shrinks to what fits.
+) -> tuple[list[int], int]:
+    """(blocks of each group, max_model_len), equal on all ranks. ``budget``: bytes for KV. Without
+    --max-model-len the context shrinks to what fits.
 
     Raises:
         ConfigError: the model was not trained for such a context.
@@ -41,14 +42,23 @@ def size_kv_cache(
     for group in groups:
         check_supported(group)
     wanted = wanted_model_len(config, spec)
-    row_bytes, tokens_per_block = row_bytes_of(groups), groups[0].tokens_per_block
-    blocks_per_context = -(-wanted // tokens_per_block)
-    most = config.max_num_seqs * blocks_per_context + 1  # more could never be used at once
-    num_blocks = min_over_ranks(tp, min(budget // row_bytes, most))
-    capacity = (num_blocks - 1) * tokens_per_block
-    if capacity < (wanted if config.max_model_len else 2 * tokens_per_block):
+    tokens_per_block = groups[0].tokens_per_block
+    counts = split_blocks(
+        groups,
+        budget,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=wanted,
+        max_step_tokens=config.max_num_batched_tokens,
+    )
+    num_blocks = [min_over_ranks(tp, count) for count in counts]
+    paged = [n for n, group in zip(num_blocks, groups, strict=True) if isinstance(group.spec, Paged)]
+    capacity = (min(paged) - 1) * tokens_per_block if paged else wanted
+    enough = kv_cache_bytes(groups, num_blocks) <= budget
+    if not enough or capacity < (wanted if config.max_model_len else 2 * tokens_per_block):
+        rows = -(-wanted // tokens_per_block) + 1
+        needed = [rows if isinstance(g.spec, Paged) else n for n, g in zip(num_blocks, groups, strict=True)]
         raise InsufficientMemoryError(
-            f"a context of {wanted} tokens needs {(blocks_per_context + 1) * row_bytes} bytes of KV cache; "
+            f"a context of {wanted} tokens needs {kv_cache_bytes(groups, needed)} bytes of KV cache; "
             f"{budget} bytes are available. Lower --max-model-len, or raise --kv-cache-memory-bytes or "
             "--gpu-memory-utilization."
         )
@@ -83,9 +93,9 @@ def cuda_kv_budget(config: EngineConfig, free_at_start: int, weight_bytes: int, 
     return max(0, int(free_at_start * share) - weight_bytes - workspace_bytes)
 
 
-def row_bytes_of(groups: Sequence[CacheGroup]) -> int:
-    """Bytes of one block over all groups."""
-    return sum(group.row_bytes for group in groups)
+def kv_cache_bytes(groups: Sequence[CacheGroup], num_blocks: Sequence[int]) -> int:
+    """Bytes of all blocks. ``num_blocks``: of each group."""
+    return sum(count * group.row_bytes for count, group in zip(num_blocks, groups, strict=True))
 
 
 @torch.inference_mode()
@@ -131,6 +141,10 @@ def _largest_batch(
     tables = []
     for group in groups:
         width = -(-longest // group.tokens_per_block)
+        if isinstance(group.spec, State):
+            row = torch.ones(seqs, 1, dtype=torch.int32, device=device)
+            tables.append(GroupTables(row, torch.ones(seqs, dtype=torch.int64, device=device)))
+            continue
         table = torch.ones(seqs, width, dtype=torch.int32, device=device)
         tables.append(GroupTables(table, torch.full((tokens,), group.block_size, device=device)))
     return ForwardBatch(

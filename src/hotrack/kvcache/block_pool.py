@@ -64,9 +64,9 @@ class BlockPool:
         self._lru.pop(block, None)
         self._refs[block] += 1
 
-    def release(self, blocks: Iterable[int]) -> None:
+    def release(self, blocks: Iterable[int], *, evict_first: bool = False) -> None:
         """One reference less each. Pass a sequence's blocks last first, so that its beginning is evicted
-        last.
+        last. ``evict_first``: their content is less likely to be wanted than any other.
         """
         for block in blocks:
             assert block != NULL_BLOCK, f"{block=} is the null block"
@@ -75,8 +75,14 @@ class BlockPool:
             if self._refs[block] == 0:
                 if block in self._cached:
                     self._lru[block] = None
+                    self._lru.move_to_end(block, last=not evict_first)
                 else:
                     self._free.append(block)
+
+    def demote(self, block: int) -> None:
+        """If it is cached-free, evict this block before any other."""
+        if block in self._lru:
+            self._lru.move_to_end(block, last=False)
 
     def mark_cached(self, block: int) -> None:
         """The prefix cache names this used block; once released it becomes cached-free."""

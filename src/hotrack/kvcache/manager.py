@@ -2,46 +2,39 @@
 model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrack.core.errors import CheckpointError
-from hotrack.kvcache.block_pool import BlockPool
-from hotrack.kvcache.prefix_cache import PrefixCache, TokenArray, extend_hashes
+from hotrack.kvcache.holdings import Holdings, Int64Array, StateHoldings, StepTables, hold
+from hotrack.kvcache.prefix_cache import TokenArray, extend_hashes
 from hotrack.kvcache.spec import CacheGroup, Paged
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """``blocks[g]``: cached blocks of group g, in order; ``num_tokens``: prompt tokens they cover."""
+    """``blocks[g]``: what the hit takes from group g (blocks in order, the null block where a window does not
+    reach; one row of a group of states); ``num_tokens``: prompt tokens they cover.
+    """
 
     blocks: tuple[tuple[int, ...], ...]
     num_tokens: int
 
 
-class _Group:
-    """One cache group's pool, prefix cache and block tables."""
-
-    def __init__(self, group: CacheGroup, num_blocks: int, num_slots: int, max_blocks: int) -> None:
-        self.block_tokens = group.tokens_per_block
-        self.prefix = PrefixCache()
-        self.pool = BlockPool(num_blocks, on_evict=self.prefix.forget)
-        self.table: NDArray[np.int32] = np.zeros((num_slots, max_blocks), np.int32)
-        self.held = [0] * num_slots
-        self.named = [0] * num_slots
-
-
 class KVCacheManager:
-    """Every group has ``num_blocks`` blocks and an int32 block table ``[num_slots, max_blocks]``
-    (``tables[g]``).
+    """Every group has its own number of blocks and int32 table ``[num_slots, n]`` (``tables[g]``), but all of
+    them count blocks of ``block_tokens`` tokens.
 
     A *slot* is a running sequence's row. The caller admits a slot with a prefix hit, grows it before each
     step, names its full blocks once their tokens are known, and releases it. A block named while its step
     is still in flight may be hit by a later step, or by the same one: steps run in order on the device, and
-    a layer writes all K and V of a step before it reads any.
+    a layer writes all K and V of a step before it reads any. A state is named no earlier than the step after
+    the one that writes it.
+
+    num_blocks       of each group; one number: the same for all
+    max_step_tokens  most new tokens of a sequence in one step (None: a whole context)
 
     Raises:
         CheckpointError: a layer needs a cache kind that is not served yet.
@@ -50,19 +43,28 @@ class KVCacheManager:
     def __init__(
         self,
         groups: Sequence[CacheGroup],
-        num_blocks: int,
+        num_blocks: int | Sequence[int],
         *,
         num_slots: int,
         max_model_len: int,
+        max_step_tokens: int | None = None,
         enable_prefix_caching: bool = True,
         salt: bytes = b"",
     ) -> None:
-        for group in groups:
-            check_supported(group)
-        self.num_blocks = num_blocks
+        counts = [num_blocks] * len(groups) if isinstance(num_blocks, int) else list(num_blocks)
         self.block_tokens = groups[0].tokens_per_block
-        max_blocks = self.blocks_for(max_model_len)
-        self._groups = [_Group(group, num_blocks, num_slots, max_blocks) for group in groups]
+        width = self.blocks_for(max_model_len)
+        step_tokens = min(max_step_tokens or max_model_len, max_model_len)
+        self._groups: list[Holdings] = [
+            hold(group, count, num_slots, width, step_tokens, enable_prefix_caching)
+            for group, count in zip(groups, counts, strict=True)
+        ]
+        growing = [
+            g.pool for g, group in zip(self._groups, groups, strict=True) if isinstance(group.spec, Paged)
+        ]
+        self.capacity_blocks = min((pool.capacity for pool in growing), default=width)
+        self.keeps_states = enable_prefix_caching and any(isinstance(g, StateHoldings) for g in self._groups)
+        self._named = [0] * num_slots
         self._caching = enable_prefix_caching
         self._salt = salt
 
@@ -76,38 +78,21 @@ class KVCacheManager:
         return min(group.pool.num_free for group in self._groups)
 
     @property
-    def capacity_blocks(self) -> int:
-        return self.num_blocks - 1
-
-    @property
     def usage(self) -> float:
-        """Share of blocks referenced by sequences, 0 to 1."""
-        return 1.0 - self.num_free_blocks / self.capacity_blocks
+        """Share of blocks referenced by sequences in the fullest group, 0 to 1."""
+        return max(1.0 - group.pool.num_free / group.pool.capacity for group in self._groups)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that ``num_tokens`` tokens occupy in one group."""
+        """Blocks that ``num_tokens`` tokens occupy."""
         return -(-num_tokens // self.block_tokens)
-
-    def held(self, slot: int) -> int:
-        """Blocks per group that ``slot`` holds."""
-        return self._groups[0].held[slot]
-
-    def named(self, slot: int) -> int:
-        """Leading blocks of ``slot`` that were offered to the prefix cache."""
-        return self._groups[0].named[slot]
-
-    def exclusive(self, slot: int) -> int:
-        """Blocks that releasing ``slot`` would make available (those no other slot shares)."""
-        group = self._groups[0]
-        blocks = group.table[slot, : group.held[slot]].tolist()
-        return sum(group.pool.ref_count(block) == 1 for block in blocks)
 
     def live_blocks(self) -> list[NDArray[np.int64]]:
         """Per group, ascending: the blocks that sequences hold."""
         return [group.pool.used() for group in self._groups]
 
     def lookup(self, tokens: TokenArray, hashes: list[bytes]) -> PrefixHit:
-        """Longest cached prefix of ``tokens`` (int32 ``[n]``); extends ``hashes`` to all full blocks of it.
+        """Longest cached prefix of ``tokens`` (int32 ``[n]``) that every group can continue; extends
+        ``hashes`` to all full blocks of it.
 
         At least the last token is left to compute, since its logits are needed: a full hit gives up its
         last block.
@@ -115,63 +100,79 @@ class KVCacheManager:
         if not self._caching:
             return PrefixHit(tuple(() for _ in self._groups), 0)
         extend_hashes(hashes, tokens, self.block_tokens, self._salt)
-        usable = hashes[: (len(tokens) - 1) // self.block_tokens]
-        matches = [group.prefix.match(usable) for group in self._groups]
-        length = min(len(match) for match in matches)
-        return PrefixHit(tuple(tuple(match[:length]) for match in matches), length * self.block_tokens)
+        count, before = max(0, len(tokens) - 1) // self.block_tokens, -1
+        while count != before:
+            before = count
+            for group in self._groups:
+                count = group.longest_hit(hashes, count)
+        blocks = tuple(group.hit_blocks(hashes, count) if count else () for group in self._groups)
+        return PrefixHit(blocks, count * self.block_tokens)
 
-    def missing(self, hit: PrefixHit, num_tokens: int) -> int:
-        """Free blocks it takes to hold ``num_tokens`` after ``hit`` (a hit on a cached-free block uses one
-        up too).
+    def can_admit(self, hit: PrefixHit, num_tokens: int) -> bool:
+        """Whether there are blocks for a sequence of ``num_tokens`` after ``hit`` (a hit on a cached-free
+        block uses one up, too).
         """
-        new = self.blocks_for(num_tokens) - len(hit.blocks[0])
-        revived = max(
-            sum(group.pool.ref_count(block) == 0 for block in blocks)
+        return all(
+            group.new_blocks(num_tokens, hit.num_tokens) + group.revived(blocks) <= group.pool.num_free
             for group, blocks in zip(self._groups, hit.blocks, strict=True)
         )
-        return new + revived
 
     def admit(self, slot: int, hit: PrefixHit) -> None:
         """Give ``slot`` the blocks of its prefix hit."""
         for group, blocks in zip(self._groups, hit.blocks, strict=True):
-            assert group.held[slot] == 0, f"{slot=} still holds blocks"
-            for block in blocks:
-                group.pool.acquire(block)
-            group.table[slot, : len(blocks)] = blocks
-            group.held[slot] = group.named[slot] = len(blocks)
+            group.admit(slot, blocks, hit.num_tokens)
+        self._named[slot] = hit.num_tokens // self.block_tokens
 
-    def grow(self, slot: int, num_tokens: int) -> bool:
-        """Make ``slot`` hold ``num_tokens`` tokens; False (and nothing changed) when blocks are short."""
-        needed = self.blocks_for(num_tokens)
-        short = needed - self._groups[0].held[slot]
-        if short <= 0:
-            return True
-        if short > self.num_free_blocks:
+    def can_grow(
+        self, slot: int, num_tokens: int, computed: int, *, num_drafts: int = 0, released: Iterable[int] = ()
+    ) -> bool:
+        """Whether :meth:`grow` would succeed once the slots ``released`` are."""
+        others = list(released)
+        return all(
+            group.short(slot, num_tokens, computed, num_drafts)
+            <= group.pool.num_free + sum(group.exclusive(other) for other in others)
+            for group in self._groups
+        )
+
+    def grow(self, slot: int, num_tokens: int, computed: int, *, num_drafts: int = 0) -> bool:
+        """The next step takes ``slot`` from ``computed`` to ``num_tokens`` tokens, of which the last
+        ``num_drafts`` may be rewound; False (and nothing changed) when blocks are short. Once per step.
+        """
+        if not self.can_grow(slot, num_tokens, computed, num_drafts=num_drafts):
             return False
         for group in self._groups:
-            group.table[slot, group.held[slot] : needed] = group.pool.allocate(short)
-            group.held[slot] = needed
+            group.grow(slot, num_tokens, computed, num_drafts)
         return True
+
+    def rewind(self, slot: int, num_tokens: int) -> int:
+        """Only ``num_tokens`` of the tokens computed so far count; at most the drafts of the last step do
+        not. Returns the position that the next step starts from: ``num_tokens``, or, where a state cannot be
+        taken back token by token, that of the last step.
+        """
+        return min(group.rewind(slot, num_tokens) for group in self._groups)
+
+    def can_name(self, slot: int, num_tokens: int) -> bool:
+        """Whether :meth:`name_blocks` has something to do for ``slot`` with ``num_tokens`` known tokens."""
+        return self._caching and (
+            num_tokens // self.block_tokens > self._named[slot]
+            or any(group.has_unnamed(slot, num_tokens) for group in self._groups)
+        )
 
     def name_blocks(self, slot: int, tokens: TokenArray, hashes: list[bytes]) -> None:
         """Enter the full blocks of ``tokens`` (known and computed, int32 ``[n]``) into the prefix cache."""
-        full = len(tokens) // self.block_tokens
-        if not self._caching or full <= self._groups[0].named[slot]:
+        if not self.can_name(slot, len(tokens)):
             return
+        first, full = self._named[slot], len(tokens) // self.block_tokens
         extend_hashes(hashes, tokens, self.block_tokens, self._salt)
         for group in self._groups:
-            first = group.named[slot]
-            for index, block in enumerate(group.table[slot, first:full].tolist(), first):
-                if group.prefix.insert(hashes[index], block):
-                    group.pool.mark_cached(block)
-            group.named[slot] = full
+            group.name(slot, first, full, hashes)
+        self._named[slot] = full
 
     def release(self, slot: int) -> None:
         """Give back everything ``slot`` holds."""
         for group in self._groups:
-            group.pool.release(reversed(group.table[slot, : group.held[slot]].tolist()))
-            group.table[slot, : group.held[slot]] = 0
-            group.held[slot] = group.named[slot] = 0
+            group.release(slot)
+        self._named[slot] = 0
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix; running sequences keep their blocks."""
@@ -179,12 +180,9 @@ class KVCacheManager:
             group.prefix.clear()
             group.pool.forget_cached()
 
-
-def check_supported(group: CacheGroup) -> None:
-    """Raises CheckpointError when the group's cache kind is not served yet."""
-    if not isinstance(group.spec, Paged) or group.spec.ratio != 1:
-        raise CheckpointError(
-            f"layers {group.layers} need cache kind {group.spec}; this version serves Paged(ratio=1) only. "
-            "Use a model with full attention in every layer.",
-            code="unsupported_cache_kind",
-        )
+    def step_tables(
+        self, slots: Int64Array, token_slots: Int64Array, positions: Int64Array, longest: int
+    ) -> list[StepTables]:
+        """What each group's layers address in the step just planned (``layers.batch.GroupTables``): ``slots``
+        [S] of its sequences, ``token_slots`` and ``positions`` [T] of its tokens, ``longest`` sequence."""
+        return [group.step_tables(slots, token_slots, positions, longest) for group in self._groups]

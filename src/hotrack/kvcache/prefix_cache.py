@@ -42,6 +42,10 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._block_of)
 
+    def get(self, key: bytes) -> int | None:
+        """The block of that name."""
+        return self._block_of.get(key)
+
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """Blocks of the longest cached prefix of ``hashes``."""
         blocks = []
