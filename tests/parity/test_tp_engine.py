@@ -73,7 +73,7 @@ def scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(directory)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "qwen3_next"])
 def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, family: str) -> None:
     model = write_tiny(tmp_path / family, family, seed=3)
     requests = workload(seed=5, count=12)

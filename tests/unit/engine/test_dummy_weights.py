@@ -50,7 +50,7 @@ def test_tokens_are_reproducible_and_survive_a_sleep(tmp_path: Path) -> None:
     assert len({token for tokens in found[0] for token in tokens}) > 2
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "qwen3_next"])
 def test_logits_are_finite_and_spread(tmp_path: Path, family: str) -> None:
     spec = load_spec(folder(tmp_path, family))
     model = build_model(spec, dtype=torch.float32, device=CPU, tp=TensorParallel(), allocate=allocate)
