@@ -169,6 +169,34 @@ def test_harmless_leftovers_are_ignored(tmp_path):
         load_weights(ckpt, targets)
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_moe"])
+def test_draft_heads_of_families_that_publish_them_are_left_unread(family, tmp_path):
+    write_tiny(tmp_path, family, **ONE_LAYER)
+    weights = tiny_weights(tiny_config(family, **ONE_LAYER), seed=0)
+    save_file(weights | {"mtp.fc.weight": torch.zeros(4, 8)}, tmp_path / "model.safetensors")
+    with checkpoint(tmp_path) as ckpt:
+        targets = whole(ckpt)
+        del targets["mtp.fc.weight"]
+        if family == "qwen3_next":
+            load_weights(ckpt, targets)
+        else:
+            with pytest.raises(CheckpointError, match="'mtp.fc.weight'"):
+                load_weights(ckpt, targets)
+
+
+def test_what_a_source_adds_is_added_in_the_parameters_dtype(tmp_path):
+    name = "model.norm.weight"
+    write_tiny(tmp_path, "qwen3_next", dtype="bfloat16", **ONE_LAYER)
+    with checkpoint(tmp_path) as ckpt:
+        plain, added = (torch.full((128,), float("nan")) for _ in range(2))
+        for param, add in ((plain, 0.0), (added, 1.0)):
+            load_weights(
+                ckpt, {"norm": LoadTarget(param, (Source(name, add=add),))}, is_elsewhere=lambda _: True
+            )
+    assert torch.equal(added, plain + 1)
+    assert not torch.equal(added, added.bfloat16().float())
+
+
 def test_optional_source_may_be_missing(tmp_path):
     write_tiny(tmp_path, "llama", **ONE_LAYER)
     bias = torch.ones(3)
