@@ -1,7 +1,7 @@
 """Logits of tiny random models against Hugging Face transformers, in float32."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from hotrack.kernels.cpu_ops import attention
 from hotrack.models import CausalLM
 from hotrack.modelspec.parse import parse_config
 
-TOLERANCE = {"llama": 1e-4, "qwen3": 1e-4, "qwen3_moe": 1e-4, "qwen3_next": 2e-4}
+TOLERANCE = {"llama": 1e-4, "qwen3": 1e-4, "qwen3_moe": 1e-4, "qwen3_next": 2e-4, "mimo_v2_flash": 1e-4}
 TOKENS = 150
 FAMILIES = tuple(TOLERANCE)
 
@@ -33,13 +33,19 @@ class Reference:
 
 
 def _config(family: str):
-    from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig, Qwen3NextConfig
+    from transformers import LlamaConfig, MiMoV2FlashConfig, Qwen3Config, Qwen3MoeConfig, Qwen3NextConfig
 
     common = {"vocab_size": 512, "num_hidden_layers": 4, "max_position_embeddings": 1024}
     if family == "llama":
         return LlamaConfig(
             **common, hidden_size=192, intermediate_size=512, num_attention_heads=3, num_key_value_heads=1,
             rope_theta=1e5, tie_word_embeddings=True, rms_norm_eps=1e-5,
+        )  # fmt: skip
+    if family == "mimo_v2_flash":
+        return MiMoV2FlashConfig(
+            **common | {"num_hidden_layers": 7}, hidden_size=128, intermediate_size=256, num_attention_heads=8,
+            num_key_value_heads=2, head_dim=48, v_head_dim=32, sliding_window=32, moe_intermediate_size=64,
+            n_routed_experts=16, num_experts_per_tok=3, n_group=4, topk_group=2, routed_scaling_factor=1.5,
         )  # fmt: skip
     common |= {
         "hidden_size": 128,
@@ -72,7 +78,7 @@ def _unfuse(state: dict[str, Tensor]) -> dict[str, Tensor]:
             for e, down in enumerate(tensor):
                 out[f"{name.removesuffix('down_proj')}{e}.down_proj.weight"] = down
         else:
-            out[name] = tensor
+            out[name.replace("self_attn.sinks", "self_attn.attention_sink_bias")] = tensor
     return out
 
 
@@ -87,10 +93,13 @@ def _reference(family: str) -> Reference:
         if "norm" in name:  # Qwen3-Next has all but one kind of them around 0
             centre = 0 if family == "qwen3_next" and "linear_attn" not in name else 1
             param.data.copy_(centre + 0.2 * noise)
-        elif name.endswith(("A_log", "dt_bias")):
+        elif name.endswith(("A_log", "dt_bias", "sinks")):
             param.data.copy_(noise)
         else:
             param.data.copy_(0.08 * noise)
+    for name, buffer in theirs.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     ids = torch.randint(0, 512, (2, TOKENS), generator=generator)
     with torch.no_grad():
         logits = theirs(ids, use_cache=False).logits
@@ -184,7 +193,11 @@ def test_notices_missing_rope(ref: Reference, monkeypatch: pytest.MonkeyPatch) -
     assert prefill_gap(ref) > 100 * ref.tolerance
 
 
-def test_notices_missing_causal_mask(ref: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "mimo_v2_flash"])
+def test_notices_missing_causal_mask(
+    references: dict[str, Reference], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ref = references[family]
     monkeypatch.setattr(attention, "causal_bias", lambda size, dtype: torch.zeros(size, size, dtype=dtype))
     assert prefill_gap(ref) > 100 * ref.tolerance
 
@@ -214,3 +227,25 @@ def test_notices_missing_qk_norm(
     for layer in references[family].model.decoder_layers:
         monkeypatch.setattr(getattr(layer.self_attn, which), "kernel", lambda x: x)
     assert prefill_gap(references[family]) > 100 * references[family].tolerance
+
+
+@pytest.mark.parametrize("missing", ["sinks", "value_scale", "window", "second rope", "bias", "groups"])
+def test_notices_what_mimo_adds(
+    references: dict[str, Reference], missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ref = references["mimo_v2_flash"]
+    for layer in ref.model.decoder_layers:
+        attention, gate = layer.self_attn, getattr(layer.mlp, "gate", None)
+        if missing == "sinks":
+            monkeypatch.setattr(attention, "sinks", None)
+        elif missing == "value_scale":
+            monkeypatch.setattr(attention, "value_scale", 1.0)
+        elif missing == "window" and attention.window:
+            monkeypatch.setattr(attention, "window", replace(attention.window, window=33))
+        elif missing == "second rope":
+            monkeypatch.setattr(attention, "rotary", 0)
+        elif missing == "bias" and gate:
+            monkeypatch.setattr(gate.e_score_correction_bias, "data", torch.zeros(16))
+        elif missing == "groups" and gate:
+            monkeypatch.setattr(gate, "routing", replace(gate.routing, num_groups=1, top_groups=1))
+    assert prefill_gap(ref) > 100 * ref.tolerance

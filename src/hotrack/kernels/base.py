@@ -12,6 +12,7 @@ from hotrack.kernels.paged import HeadShape, LayerKV, PagedBatch
 from hotrack.kernels.recurrent import StatePlan
 from hotrack.kernels.reference import attention, causal_conv, gated_delta, moe, rope
 from hotrack.kernels.reference.linear import GateUpKernel, LinearKernel
+from hotrack.kernels.reference.moe import Routed, SigmoidRouting
 from hotrack.kernels.reference.norm import NormKernel
 
 
@@ -73,12 +74,12 @@ class Ops:
         kv: LayerKV,
         plan: AttentionPlan,
     ) -> None:
-        """qkv [T, (H + 2 * K) * d]: ``norms`` over each head of q and of k, rotates them, caches k and v. q
-        is changed in place; what is left of k in qkv is undefined."""
+        """qkv [T, (H + K) * d + K * v_dim]: ``norms`` over each head of q and of k, rotates them, caches k
+        and v. q is changed in place; what is left of k in qkv is undefined."""
         if norms is not None:
-            H, K = heads.num_heads, heads.num_kv_heads
-            by_head = qkv.view(-1, H + 2 * K, heads.head_dim)
-            q, k = by_head[:, :H], by_head[:, H : H + K]
+            H, K, d = heads.num_heads, heads.num_kv_heads, heads.head_dim
+            by_head = qkv[:, : (H + K) * d].view(-1, H + K, d)
+            q, k = by_head[:, :H], by_head[:, H:]
             q.copy_(norms[0](q))
             k.copy_(norms[1](k))
         self.rotate_and_cache(qkv, heads, cos, sin, kv, plan)
@@ -86,10 +87,10 @@ class Ops:
     def rotate_and_cache(
         self, qkv: Tensor, heads: HeadShape, cos: Tensor, sin: Tensor, kv: LayerKV, plan: AttentionPlan
     ) -> None:
-        """Rotates the first elements of the q and k heads of qkv [T, (H + 2 * K) * d] in place, as many as
-        cos has, then caches k and v."""
+        """Rotates the first elements of the q and k heads of qkv [T, (H + K) * d + K * v_dim] in place, as
+        many as cos has, then caches k and v."""
         H, K, d = heads.num_heads, heads.num_kv_heads, heads.head_dim
-        self.apply_rope(qkv.view(-1, H + 2 * K, d)[:, : H + K, : cos.shape[-1]], cos, sin)
+        self.apply_rope(qkv[:, : (H + K) * d].view(-1, H + K, d)[..., : cos.shape[-1]], cos, sin)
         self.write_kv(qkv[:, H * d :], kv, plan)
 
     def write_kv(self, new: Tensor, kv: LayerKV, plan: AttentionPlan) -> None:
@@ -99,6 +100,12 @@ class Ops:
     def paged_attention(self, q: Tensor, kv: LayerKV, plan: AttentionPlan, scale: float) -> Tensor:
         """q [T, num_heads, dim] -> [T, num_heads, v_dim]"""
         return attention.paged_attention(q, kv, plan.batch, scale)
+
+    def sink_attention(
+        self, q: Tensor, kv: LayerKV, plan: AttentionPlan, scale: float, sinks: Tensor
+    ) -> Tensor:
+        """As :meth:`paged_attention`; sinks float32 [num_heads]: one more score per head, of no value."""
+        return attention.paged_attention(q, kv, plan.batch, scale, sinks)
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> LinearKernel:
         """A callable ``x [M, K] -> [M, N]`` for one weight [N, K]."""
@@ -134,6 +141,10 @@ class Ops:
     def softmax_topk(self, logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
         """logits [T, E] -> ids int64 [T, k], weights float32 [T, k]"""
         return moe.softmax_topk(logits, top_k, renormalize)
+
+    def sigmoid_topk(self, x: Tensor, weight: Tensor, bias: Tensor, routing: SigmoidRouting) -> Routed:
+        """x [T, D], weight float32 [E, D], bias float32 [E] -> ids int64 [T, k], weights float32 [T, k]"""
+        return moe.sigmoid_topk(x, weight, bias, routing)
 
     def moe_experts(self, x: Tensor, gate_up: Tensor, down: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
         """x [T, D] through the experts in ``slots`` [T, k], weighted -> [T, D]"""

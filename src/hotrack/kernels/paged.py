@@ -7,11 +7,18 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """Heads of one attention layer on this rank."""
+    """Heads of one attention layer on this rank. ``head_dim``: width of queries and keys; ``value_dim``: of
+    values, when it differs."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    value_dim: int | None = None
+
+    @property
+    def v_dim(self) -> int:
+        """Width of a value."""
+        return self.value_dim or self.head_dim
 
     @property
     def group_size(self) -> int:

@@ -15,6 +15,8 @@ class QKVParallelLinear(Layer):
 
     K/V heads are replicated when there are fewer of them than ranks. ``gated``: the query projection also
     makes a gate for each head's output, published after each head's query; here all gates come last.
+    ``value_dim``: width of a value head, if it is not ``head_dim``. ``fused``: the three are published as one
+    tensor, see ``ModelSpec.fused_qkv``.
     """
 
     def __init__(
@@ -27,9 +29,12 @@ class QKVParallelLinear(Layer):
         build: Build,
         *,
         gated: bool = False,
+        value_dim: int | None = None,
+        fused: int = 0,
     ) -> None:
         super().__init__(build)
         size = self.tp.size
+        self.all_heads, self.all_kv_heads, self.fused = num_heads, num_kv_heads, fused
         heads = divide(num_heads, size, "attention heads")
         if num_kv_heads >= size:
             kv_heads, self.kv_rank = divide(num_kv_heads, size, "key/value heads"), self.tp.rank
@@ -38,24 +43,47 @@ class QKVParallelLinear(Layer):
                 1,
                 self.tp.rank // divide(size, num_kv_heads, "ranks over key/value heads"),
             )
-        self.heads = HeadShape(heads, kv_heads, head_dim)
+        self.heads = HeadShape(heads, kv_heads, head_dim, value_dim)
         self.gated = gated
-        rows = (heads + 2 * kv_heads + (heads if gated else 0)) * head_dim
+        rows = (heads + kv_heads + (heads if gated else 0)) * head_dim + kv_heads * self.heads.v_dim
         self.weight = self.declare(rows, hidden_size)
         self.bias = self.declare(rows) if bias else None
 
     def shards(self, name: str) -> tuple[Shard, ...]:  # noqa: ARG002
-        q, kv = self.heads.num_heads * self.heads.head_dim, self.heads.num_kv_heads * self.heads.head_dim
+        q, k = self.heads.num_heads * self.heads.head_dim, self.heads.num_kv_heads * self.heads.head_dim
+        v = self.heads.num_kv_heads * self.heads.v_dim
+        if self.fused:
+            return self._fused_heads()
         queries = (
-            self._gated_heads(q + 2 * kv)
+            self._gated_heads(q + k + v)
             if self.gated
             else (Shard("q", (slice(0, q),), (span(self.tp.rank, q),)),)
         )
         return (
             *queries,
-            Shard("k", (slice(q, q + kv),), (span(self.kv_rank, kv),)),
-            Shard("v", (slice(q + kv, q + 2 * kv),), (span(self.kv_rank, kv),)),
+            Shard("k", (slice(q, q + k),), (span(self.kv_rank, k),)),
+            Shard("v", (slice(q + k, q + k + v),), (span(self.kv_rank, v),)),
         )
+
+    def _fused_heads(self) -> tuple[Shard, ...]:
+        """Head by head out of the parts that the publisher dealt out."""
+        q, kv = self.all_heads // self.fused, self.all_kv_heads // self.fused  # heads of a part
+        d, v_dim = self.heads.head_dim, self.heads.v_dim
+        part_rows = (q + kv) * d + kv * v_dim
+        # (heads here, their rank, heads of a part, width, first row in a part)
+        kinds = (
+            (self.heads.num_heads, self.tp.rank, q, d, 0),
+            (self.heads.num_kv_heads, self.kv_rank, kv, d, q * d),
+            (self.heads.num_kv_heads, self.kv_rank, kv, v_dim, (q + kv) * d),
+        )
+        found, row = [], 0
+        for count, rank, per_part, width, first in kinds:
+            for head in range(rank * count, (rank + 1) * count):
+                part, within = divmod(head, per_part)
+                start = part * part_rows + first + within * width
+                found.append(Shard("qkv", (slice(row, row + width),), (slice(start, start + width),)))
+                row += width
+        return tuple(found)
 
     def _gated_heads(self, first_gate: int) -> tuple[Shard, ...]:
         count, d = self.heads.num_heads, self.heads.head_dim
@@ -74,8 +102,8 @@ class QKVParallelLinear(Layer):
         yield "weight", self.kernel
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [T, D] -> [T, (num_heads + 2 * num_kv_heads) * head_dim], q heads then k heads then v heads; then
-        num_heads * head_dim gates, if any"""
+        """x [T, D] -> [T, (num_heads + num_kv_heads) * head_dim + num_kv_heads * value_dim], q heads then k
+        heads then v heads; then num_heads * head_dim gates, if any"""
         return self.kernel(x)
 
 

@@ -108,7 +108,9 @@ class CausalLM(Layer):
         for module in self.modules():
             for name, param in list(module.named_parameters(recurse=False)):
                 setattr(module, name, ours[id(param)])  # tied parameters stay one object
-        self.rotary = [RotaryEmbedding(self.spec.rope, self.ops, self.dtype, device)]
+        windowed = self.spec.windowed
+        ropes = [self.spec.rope] if windowed is None else [self.spec.rope, windowed.rope]
+        self.rotary = [RotaryEmbedding(rope, self.ops, self.dtype, device) for rope in ropes]
         for layer in self._parts():
             layer.bind()
         for module in self.modules():

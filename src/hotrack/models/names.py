@@ -27,6 +27,13 @@ DECODER: dict[str, str] = {
     "lm_head": "lm_head",
 }
 
+EXPERTS: dict[str, str] = {
+    "layers.*.mlp.gate": "model.layers.*.mlp.gate",
+    "layers.*.mlp.experts.gate_up_proj[*.gate]": "model.layers.*.mlp.experts.*.gate_proj.weight",
+    "layers.*.mlp.experts.gate_up_proj[*.up]": "model.layers.*.mlp.experts.*.up_proj.weight",
+    "layers.*.mlp.experts.down_proj[*]": "model.layers.*.mlp.experts.*.down_proj.weight",
+}
+
 
 def checkpoint_name(table: NameTable, param: str, part: str) -> str:
     """The checkpoint tensor for ``part`` ('' if it is the only one) of ``param``; KeyError without an

@@ -8,6 +8,7 @@ from hotrack.kernels.ops import select_ops
 from hotrack.layers.base import Build
 from hotrack.models.causal_lm import Allocate, CausalLM
 from hotrack.models.llama import LlamaForCausalLM
+from hotrack.models.mimo_v2 import MiMoV2ForCausalLM
 from hotrack.models.qwen3 import Qwen3ForCausalLM
 from hotrack.models.qwen3_moe import Qwen3MoeForCausalLM
 from hotrack.models.qwen3_next import Qwen3NextForCausalLM
@@ -18,6 +19,8 @@ MODELS: dict[str, type[CausalLM]] = {
     "qwen3": Qwen3ForCausalLM,
     "qwen3_moe": Qwen3MoeForCausalLM,
     "qwen3_next": Qwen3NextForCausalLM,
+    "mimo_v2_flash": MiMoV2ForCausalLM,
+    "mimo_v2": MiMoV2ForCausalLM,
 }
 
 

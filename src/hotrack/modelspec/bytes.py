@@ -28,14 +28,19 @@ def weight_bytes(spec: ModelSpec, dtype: str | None = None) -> int:
 
 def kv_bytes_per_token(spec: ModelSpec, dtype: str | None = None) -> int:
     """Bytes of keys and values one token keeps in all layers, before sharding and block rounding."""
-    layers = spec.num_layers - (len(spec.gated_delta.layers) if spec.gated_delta else 0)
-    elements = 2 * spec.num_kv_heads * spec.head_dim * layers
+    recurrent = spec.gated_delta.layers if spec.gated_delta else ()
+    windowed = spec.windowed.layers if spec.windowed else ()
+    layers = spec.num_layers - len(recurrent) - len(windowed)
+    elements = (spec.head_dim + spec.value_dim) * spec.num_kv_heads * layers
     return elements * DTYPE_BYTES[dtype or spec.dtype]
 
 
 def state_bytes(spec: ModelSpec, dtype: str | None = None) -> int:
     """Bytes one request keeps whatever its length, before sharding: the matrices (float32) and convolution
-    inputs of recurrent layers."""
+    inputs of recurrent layers, the keys and values in windows."""
+    if (window := spec.windowed) is not None:
+        entry = window.num_kv_heads * (spec.head_dim + spec.value_dim) * DTYPE_BYTES[dtype or spec.dtype]
+        return len(window.layers) * window.window * entry
     delta = spec.gated_delta
     if delta is None:
         return 0
@@ -46,17 +51,25 @@ def state_bytes(spec: ModelSpec, dtype: str | None = None) -> int:
 
 def _layer_parameters(spec: ModelSpec, layer: int) -> int:
     delta = spec.gated_delta
-    mixer = _delta_parameters(spec, delta) if delta and layer in delta.layers else _attention_parameters(spec)
+    mixer = (
+        _delta_parameters(spec, delta)
+        if delta and layer in delta.layers
+        else _attention_parameters(spec, layer)
+    )
     return mixer + _mlp_parameters(spec, layer) + 2 * spec.hidden_size  # two norms
 
 
-def _attention_parameters(spec: ModelSpec) -> int:
+def _attention_parameters(spec: ModelSpec, layer: int) -> int:
+    window = spec.window_of(layer)
     hidden, q = spec.hidden_size, spec.num_heads * spec.head_dim
-    kv = spec.num_kv_heads * spec.head_dim
+    kv_heads = spec.num_kv_heads if window is None else window.num_kv_heads
+    kv = kv_heads * (spec.head_dim + spec.value_dim)
     gated_q = 2 * q if spec.output_gate else q
-    attention = hidden * (gated_q + 2 * kv) + q * hidden
+    attention = hidden * (gated_q + kv) + spec.num_heads * spec.value_dim * hidden
+    if spec.full_sinks if window is None else window.sinks:
+        attention += spec.num_heads
     if spec.attention_bias:
-        attention += gated_q + 2 * kv + hidden
+        attention += gated_q + kv + hidden
     if spec.qk_norm:
         attention += 2 * spec.head_dim
     return attention
@@ -74,6 +87,7 @@ def _mlp_parameters(spec: ModelSpec, layer: int) -> int:
     if moe and layer in moe.sparse_layers:
         experts = moe.num_experts * 3 * hidden * moe.intermediate_size
         shared = 3 * hidden * moe.shared_intermediate_size + (hidden if moe.shared_intermediate_size else 0)
-        return experts + shared + moe.num_experts * hidden  # router
+        bias = moe.num_experts if moe.scoring == "sigmoid" else 0
+        return experts + shared + moe.num_experts * hidden + bias  # router
     biases = 2 * spec.intermediate_size + hidden if spec.mlp_bias else 0
     return 3 * hidden * spec.intermediate_size + biases

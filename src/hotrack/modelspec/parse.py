@@ -2,6 +2,7 @@
 
 from hotrack.core.errors import CheckpointError
 from hotrack.modelspec.fields import Fields, shorten
+from hotrack.modelspec.mimo import with_mimo
 from hotrack.modelspec.spec import GatedDeltaSpec, ModelSpec, MoeSpec, RopeSpec
 
 ARCHITECTURES = {
@@ -9,10 +10,17 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
+    "mimo_v2_flash": "MiMoV2FlashForCausalLM",
+    "mimo_v2": "MiMoV2ForCausalLM",
 }
 # Defaults of the published config classes; the other families derive hidden_size / num_attention_heads.
-HEAD_DIMS = {"qwen3": 128, "qwen3_next": 256}
-PARTIAL_ROTARY = {"qwen3_next": 0.25}
+HEAD_DIMS = {"qwen3": 128, "qwen3_next": 256, "mimo_v2_flash": 192, "mimo_v2": 192}
+PARTIAL_ROTARY = {"qwen3_next": 0.25, "mimo_v2_flash": 0.334, "mimo_v2": 0.334}
+LAYER_TYPES = {
+    "qwen3_next": ("full_attention", "linear_attention"),
+    "mimo_v2_flash": ("full_attention", "sliding_attention"),
+    "mimo_v2": ("full_attention", "sliding_attention"),
+}
 MAX_VOCAB = 1 << 22
 MAX_WIDTH = 1 << 20
 MAX_LAYERS = 4096
@@ -33,7 +41,7 @@ def parse_config(config: dict[str, object], where: str = "config.json") -> Model
     fields = Fields(config, where)
     family = _family(fields)
     hybrid = family == "qwen3_next"
-    _refuse_unsupported(fields, hybrid)
+    _refuse_unsupported(fields, LAYER_TYPES.get(family, ("full_attention",)))
     num_heads = fields.integer("num_attention_heads", high=MAX_HEADS)
     hidden_size = fields.integer("hidden_size", high=MAX_WIDTH)
     head_dim = fields.integer(
@@ -55,7 +63,7 @@ def parse_config(config: dict[str, object], where: str = "config.json") -> Model
         num_kv_heads=fields.integer("num_key_value_heads", high=MAX_HEADS, default=num_heads),
         head_dim=head_dim,
         intermediate_size=fields.integer("intermediate_size", high=MAX_WIDTH),
-        rms_norm_eps=fields.number("rms_norm_eps", low=0.0, high=1.0, default=1e-6),
+        rms_norm_eps=fields.number("rms_norm_eps", "layernorm_epsilon", low=0.0, high=1.0, default=1e-6),
         max_position_embeddings=fields.integer("max_position_embeddings", high=MAX_POSITIONS),
         rope=_rope(fields, head_dim, PARTIAL_ROTARY.get(family)),
         tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
@@ -71,17 +79,20 @@ def parse_config(config: dict[str, object], where: str = "config.json") -> Model
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=eos,
     )
+    if family.startswith("mimo_v2"):
+        spec = with_mimo(spec, fields)
     check_spec(spec, where)
     return spec
 
 
 def check_spec(spec: ModelSpec, where: str) -> None:
     """What must hold between fields, whatever file they came from."""
-    if spec.num_heads % spec.num_kv_heads:
-        raise CheckpointError(
-            f"{where}: num_attention_heads {spec.num_heads} is not a multiple of "
-            f"num_key_value_heads {spec.num_kv_heads}"
-        )
+    for kv_heads in (spec.num_kv_heads, spec.windowed.num_kv_heads if spec.windowed else spec.num_kv_heads):
+        if spec.num_heads % kv_heads:
+            raise CheckpointError(
+                f"{where}: num_attention_heads {spec.num_heads} is not a multiple of "
+                f"num_key_value_heads {kv_heads}"
+            )
     if spec.rope.dim % 2 or not spec.rope.dim:
         raise CheckpointError(
             f"{where}: head_dim must be even for rotary embeddings, found {spec.head_dim}, "
@@ -116,7 +127,7 @@ def _family(fields: Fields) -> str:
     return family
 
 
-def _refuse_unsupported(fields: Fields, hybrid: bool) -> None:
+def _refuse_unsupported(fields: Fields, layer_types_served: tuple[str, ...]) -> None:
     """Options that change the computation in a way these families' code does not implement."""
     if fields.get("quantization_config") is not None:
         method = fields.section("quantization_config").get("quant_method")
@@ -129,8 +140,7 @@ def _refuse_unsupported(fields: Fields, hybrid: bool) -> None:
             f"{fields.where}: hidden_act {shorten(activation)!r} is not supported; 'silu' is"
         )
     layer_types = fields.get("layer_types")
-    known = ("full_attention", "linear_attention") if hybrid else ("full_attention",)
-    windowed = isinstance(layer_types, list) and any(t not in known for t in layer_types)
+    windowed = isinstance(layer_types, list) and any(t not in layer_types_served for t in layer_types)
     if windowed or fields.flag("use_sliding_window", default=False):
         raise CheckpointError(f"{fields.where}: sliding-window attention is not supported for this family")
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hotrack.kernels.base import Kernel
+from hotrack.kernels.reference.moe import SigmoidRouting
 from hotrack.layers.base import Build, Layer
 from hotrack.layers.linear import ReplicatedLinear
 from hotrack.layers.mlp import GatedMLP
@@ -33,6 +34,23 @@ class SoftmaxRouter(Layer):
         return self.ops.softmax_topk(self.kernel(x), self.top_k, self.renormalize)
 
 
+class SigmoidRouter(Layer):
+    """Top-k experts by a sigmoid of each, plus a bias that corrects the choice and not the weights;
+    replicated, and in float32, so that all ranks choose alike."""
+
+    def __init__(self, hidden_size: int, moe: MoeSpec, build: Build) -> None:
+        super().__init__(build)
+        self.routing = SigmoidRouting(
+            moe.top_k, moe.num_groups, moe.top_groups, moe.norm_topk_prob, moe.routed_scaling
+        )
+        self.weight = self.declare(moe.num_experts, hidden_size, dtype=torch.float32)
+        self.e_score_correction_bias = self.declare(moe.num_experts, dtype=torch.float32)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, D] -> expert ids int64 [T, k], weights float32 [T, k]"""
+        return self.ops.sigmoid_topk(x, self.weight.data, self.e_score_correction_bias.data, self.routing)
+
+
 class SharedExpert(GatedMLP):
     """An expert for every token, weighted by a sigmoid of its own."""
 
@@ -51,7 +69,8 @@ class SparseMoE(Layer):
 
     def __init__(self, hidden_size: int, moe: MoeSpec, build: Build) -> None:
         super().__init__(build)
-        self.gate = SoftmaxRouter(hidden_size, moe, build)
+        router = SigmoidRouter if moe.scoring == "sigmoid" else SoftmaxRouter
+        self.gate: SoftmaxRouter | SigmoidRouter = router(hidden_size, moe, build)
         self.experts = Experts(moe.num_experts, hidden_size, moe.intermediate_size, build)
         shared = moe.shared_intermediate_size
         self.shared_expert = SharedExpert(hidden_size, shared, build) if shared else None

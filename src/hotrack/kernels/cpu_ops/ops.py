@@ -23,6 +23,8 @@ class CpuOps(Ops):
         torch.addcmul(x * cos, torch.roll(x, x.shape[-1] // 2, -1), sin, out=x)
 
     def plan_attention(self, batch: PagedBatch, heads: HeadShape, dtype: torch.dtype) -> AttentionPlan:
+        if batch.window or heads.v_dim != heads.head_dim:
+            return AttentionPlan(batch)  # the reference does these
         if batch.block_stride % (batch.block_size * heads.head_dim):
             return AttentionPlan(batch)  # the packed row is no multiple of a page
         return CpuAttentionPlan(batch, heads, dtype)

@@ -228,6 +228,7 @@ class NativeOps(CpuOps):
     def plan_attention(self, batch: PagedBatch, heads: HeadShape, dtype: torch.dtype) -> AttentionPlan:
         d, size = heads.head_dim, batch.block_size
         fits = d % 64 == 0 and d <= 256 and size % 16 == 0 and batch.block_stride % d == 0
+        fits = fits and batch.window is None and heads.v_dim == d
         return NativePlan(batch, heads) if fits else super().plan_attention(batch, heads, dtype)
 
     def rotate_and_cache(

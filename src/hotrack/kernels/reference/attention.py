@@ -16,29 +16,41 @@ def write_kv(new: Tensor, kv: LayerKV, slot_mapping: Tensor) -> None:
 
 
 def paged_attention(
-    q: Tensor, kv: LayerKV, batch: PagedBatch, scale: float, window: int | None = None
+    q: Tensor, kv: LayerKV, batch: PagedBatch, scale: float, sinks: Tensor | None = None
 ) -> Tensor:
     """Causal grouped-query attention of new tokens over everything cached so far, themselves included.
 
     q [T, num_heads, k_dim] -> [T, num_heads, v_dim]. Query i of a sequence sits at position
-    ``seq_len - query_len + i`` and sees keys up to its own position, the last ``window`` of them if given.
-    Query heads ``g*n .. g*n+n-1`` share K/V head g.
+    ``seq_len - query_len + i`` and sees keys up to its own position, the last ``batch.window`` of them if
+    given. Query heads ``g*n .. g*n+n-1`` share K/V head g. ``sinks`` float32 [num_heads]: a score per head
+    that takes part in the softmax and has no value (Xiao et al., 2023).
     """
     outputs, start = [], 0
     for table, query_len, seq_len in zip(batch.block_tables, batch.query_lens, batch.seq_lens, strict=True):
-        blocks = table[: -(-seq_len // kv.block_size)].long()
-        k = kv.k[blocks].transpose(1, 2).flatten(0, 1)[:seq_len].float()  # [L, H, k_dim]
-        v = kv.v[blocks].transpose(1, 2).flatten(0, 1)[:seq_len].float()  # [L, H, v_dim]
+        block = _first_seen(batch, seq_len - query_len) // kv.block_size  # those before it may be freed
+        blocks = table[block : -(-seq_len // kv.block_size)].long()
+        length = seq_len - block * kv.block_size
+        k = kv.k[blocks].transpose(1, 2).flatten(0, 1)[:length].float()  # [L, H, k_dim]
+        v = kv.v[blocks].transpose(1, 2).flatten(0, 1)[:length].float()  # [L, H, v_dim]
         queries = (
             q[start : start + query_len].float().view(query_len, k.shape[1], -1, q.shape[2])
         )  # [Q, H, G, k_dim]
         scores = torch.einsum("qhgd,lhd->hgql", queries, k) * scale
-        query_pos = torch.arange(seq_len - query_len, seq_len, device=q.device)[:, None]
-        key_pos = torch.arange(seq_len, device=q.device)
+        query_pos = torch.arange(length - query_len, length, device=q.device)[:, None]
+        key_pos = torch.arange(length, device=q.device)
         visible = key_pos <= query_pos
-        if window is not None:
-            visible &= key_pos > query_pos - window
-        probs = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        if batch.window is not None:
+            visible &= key_pos > query_pos - batch.window
+        scores = scores.masked_fill(~visible, float("-inf"))
+        if sinks is not None:
+            column = sinks.view(*scores.shape[:2], 1, 1).expand(-1, -1, query_len, 1)
+            scores = torch.cat((scores, column), -1)
+        probs = scores.softmax(-1)[..., :length]
         outputs.append(torch.einsum("hgql,lhd->qhgd", probs, v).flatten(1, 2).to(q.dtype))
         start += query_len
     return torch.cat(outputs)
+
+
+def _first_seen(batch: PagedBatch, position: int) -> int:
+    """The first position that a token at ``position`` sees."""
+    return 0 if batch.window is None else max(0, position - batch.window + 1)

@@ -26,7 +26,8 @@ class TritonOps(TritonRecurrent, CudaOps):
     """Falls back to :class:`CudaOps` for shapes a kernel does not take."""
 
     def plan_attention(self, batch: PagedBatch, heads: HeadShape, dtype: torch.dtype) -> AttentionPlan:
-        if batch.block_stride % (batch.block_size * heads.head_dim):
+        plain = batch.window is None and heads.v_dim == heads.head_dim
+        if not plain or batch.block_stride % (batch.block_size * heads.head_dim):
             return super().plan_attention(batch, heads, dtype)
         num_elsewhere = batch.num_decodes if decode.can_decode(heads, batch.block_size) else 0
         return CudaAttentionPlan(batch, heads, num_elsewhere)
