@@ -32,6 +32,28 @@ _QWEN3_MOE = _QWEN3 | {
     "num_experts": 128,
     "num_experts_per_tok": 8,
 }
+_QWEN3_NEXT = _QWEN3_MOE | {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "model_type": "qwen3_next",
+    "moe_intermediate_size": 512,
+    "num_attention_heads": 16,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 10000000.0,
+    "shared_expert_intermediate_size": 512,
+}
 SHAPES: dict[str, dict[str, object]] = {
     "qwen3-30b-a3b": _QWEN3_MOE
     | {
@@ -66,6 +88,8 @@ SHAPES: dict[str, dict[str, object]] = {
         "eos_token_id": 1,
         "vocab_size": 2048,
     },
+    "qwen3-next-80b-a3b": _QWEN3_NEXT | {"num_hidden_layers": 48},
+    "qwen3-next-8-layers": _QWEN3_NEXT | {"num_hidden_layers": 8},
     "qwen3-8b": _QWEN3
     | {
         "architectures": ["Qwen3ForCausalLM"],
