@@ -30,3 +30,4 @@ def test_shapes_are_those_of_the_published_models(tmp_path: Path) -> None:
     gib = {name: weight_bytes(load_spec(write_config(name, tmp_path / name))) / 2**30 for name in SHAPES}
     assert gib["qwen3-30b-a3b"] == pytest.approx(56.87, abs=0.01)
     assert gib["qwen3-8b"] == pytest.approx(15.26, abs=0.01)
+    assert gib["qwen3-next-80b-a3b"] == pytest.approx(148.40, abs=0.01)
