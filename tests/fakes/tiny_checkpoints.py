@@ -24,7 +24,10 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
+    "mimo_v2_flash": "MiMoV2FlashForCausalLM",
+    "mimo_v2": "MiMoV2ForCausalLM",
 }
+FUSED = 4  # parts that MiMo-V2 deals its fused projections out to
 
 
 def tiny_config(family: str, **overrides: object) -> dict[str, object]:
@@ -78,6 +81,33 @@ def tiny_config(family: str, **overrides: object) -> dict[str, object]:
             "linear_value_head_dim": 16,
             "linear_conv_kernel_dim": 4,
         }
+    if family.startswith("mimo_v2"):
+        config |= {
+            "num_hidden_layers": 7,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "swa_num_key_value_heads": 8,
+            "head_dim": 24,
+            "v_head_dim": 16,
+            "swa_rope_theta": 500.0,
+            "partial_rotary_factor": 0.334,
+            "sliding_window_size": 19,
+            "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0, 1],
+            "moe_layer_freq": [0, 1, 1, 1, 1, 1, 1],
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 64,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": None,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "attention_value_scale": 0.707,
+            "add_swa_attention_sink_bias": True,
+            "add_full_attention_sink_bias": False,
+            "attention_projection_layout": "fused_qkv" if family == "mimo_v2" else None,
+        }
     return config | overrides
 
 
@@ -108,6 +138,8 @@ def tiny_weights(config: dict[str, object], seed: int) -> dict[str, torch.Tensor
         out[p + "input_layernorm.weight"] = norm(hidden)
         if config["model_type"] == "qwen3_next" and (i + 1) % c["full_attention_interval"]:
             out |= _gated_delta(config, p + "linear_attn.", matrix, vector, norm)
+        elif "v_head_dim" in config:
+            out |= _mimo_attention(config, i, p + "self_attn.", matrix, vector)
         else:
             out |= _attention(config, p + "self_attn.", matrix, vector, norm)
         out[p + "post_attention_layernorm.weight"] = norm(hidden)
@@ -143,6 +175,26 @@ def _attention(config, prefix, matrix, vector, norm):
     return out
 
 
+def _mimo_attention(config, layer, prefix, matrix, vector):
+    c = _Numbers(config)
+    hidden, dim, v_dim, heads = (
+        c[k] for k in ("hidden_size", "head_dim", "v_head_dim", "num_attention_heads")
+    )
+    windowed = config["hybrid_layer_pattern"][layer]
+    kv = c["swa_num_key_value_heads"] if windowed else c["num_key_value_heads"]
+    rows = {"q": heads * dim, "k": kv * dim, "v": kv * v_dim}
+    parts = {n: matrix(r, hidden, 2 * hidden**-0.5 if n in "qk" else None) for n, r in rows.items()}
+    out = {f"{prefix}o_proj.weight": matrix(hidden, heads * v_dim)}
+    if config["attention_projection_layout"]:
+        dealt = zip(*(part.chunk(FUSED) for part in parts.values()), strict=True)
+        out[f"{prefix}qkv_proj.weight"] = torch.cat([torch.cat(part) for part in dealt])
+    else:
+        out |= {f"{prefix}{name}_proj.weight": part for name, part in parts.items()}
+    if windowed:
+        out[f"{prefix}attention_sink_bias"] = 10 * vector(heads)
+    return out
+
+
 def _gated_delta(config, prefix, matrix, vector, norm):
     c = _Numbers(config)
     hidden, value_heads = c["hidden_size"], c["linear_num_value_heads"]
@@ -162,6 +214,14 @@ def _gated_delta(config, prefix, matrix, vector, norm):
 def _mlp(config, prefix, layer, matrix, vector):
     c = _Numbers(config)
     hidden = c["hidden_size"]
+    if config["model_type"].startswith("mimo"):
+        if not config["moe_layer_freq"][layer]:
+            return _gated(prefix, hidden, c["intermediate_size"], matrix, None)
+        out = {f"{prefix}gate.weight": matrix(c["n_routed_experts"], hidden)}
+        out[f"{prefix}gate.e_score_correction_bias"] = vector(c["n_routed_experts"])
+        for e in range(c["n_routed_experts"]):
+            out |= _gated(f"{prefix}experts.{e}.", hidden, c["moe_intermediate_size"], matrix, None)
+        return out
     sparse = (
         config["model_type"] in ("qwen3_moe", "qwen3_next")
         and layer not in config["mlp_only_layers"]

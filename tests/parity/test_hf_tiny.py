@@ -43,9 +43,10 @@ def _config(family: str):
         )  # fmt: skip
     if family == "mimo_v2_flash":
         return MiMoV2FlashConfig(
-            **common | {"num_hidden_layers": 7}, hidden_size=128, intermediate_size=256, num_attention_heads=8,
-            num_key_value_heads=2, head_dim=48, v_head_dim=32, sliding_window=32, moe_intermediate_size=64,
-            n_routed_experts=16, num_experts_per_tok=3, n_group=4, topk_group=2, routed_scaling_factor=1.5,
+            **common | {"num_hidden_layers": 7}, hidden_size=128, intermediate_size=256,
+            num_attention_heads=8, num_key_value_heads=2, head_dim=48, v_head_dim=32, sliding_window=32,
+            moe_intermediate_size=64, n_routed_experts=16, num_experts_per_tok=3, n_group=4,
+            topk_group=2, routed_scaling_factor=1.5,
         )  # fmt: skip
     common |= {
         "hidden_size": 128,

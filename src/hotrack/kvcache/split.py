@@ -13,20 +13,21 @@ def split_blocks(
     pays for, but at least 0.
 
     Groups that do not grow with the context get what ``max_num_seqs`` sequences need, and as much again for
-    the prefix cache; with less memory, what a half, a quarter, ... of the sequences need, so that they take
-    at most half of it. They always get what one sequence cannot do without.
+    the prefix cache; with less memory, what a half, a quarter, ... of the sequences need: so few that these
+    groups take at most half of it, or that whole contexts of as many sequences fit beside them. They always
+    get what one sequence cannot do without.
     """
     context = -(-max_model_len // groups[0].tokens_per_block)
     most = max_num_seqs * context + 1  # more could never be used at once
     step_tokens = min(max_step_tokens, max_model_len)
+    row_bytes = sum(group.row_bytes for group in groups if isinstance(group.spec, Paged))
     seqs = max_num_seqs
     while True:
         fixed = [_fixed_blocks(group, seqs, context, step_tokens) for group in groups]
         nbytes = sum(n * group.row_bytes for n, group in zip(fixed, groups, strict=True))
-        if nbytes <= budget // 2 or not seqs:
+        if not seqs or nbytes <= max(budget // 2, budget - (seqs * context + 1) * row_bytes):
             break
         seqs //= 2
-    row_bytes = sum(group.row_bytes for group in groups if isinstance(group.spec, Paged))
     blocks = min(max(0, budget - nbytes) // row_bytes, most) if row_bytes else 0
     return [blocks if isinstance(g.spec, Paged) else n for n, g in zip(fixed, groups, strict=True)]
 

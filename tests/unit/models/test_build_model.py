@@ -24,14 +24,16 @@ QWEN3 = replace(LLAMA, family="qwen3", qk_norm=True, attention_bias=False, tie_w
 MOE = replace(QWEN3, family="qwen3_moe", moe=MoeSpec(4, 2, 32, True, (1,)))
 NEXT_CONFIG = tiny_config("qwen3_next", vocab_size=101)
 NEXT = parse_config(NEXT_CONFIG)
-SPECS = pytest.mark.parametrize("spec", [LLAMA, QWEN3, MOE, NEXT], ids=lambda s: s.family)
+MIMO_CONFIG = tiny_config("mimo_v2", vocab_size=101)
+MIMO = parse_config(MIMO_CONFIG)
+SPECS = pytest.mark.parametrize("spec", [LLAMA, QWEN3, MOE, NEXT, MIMO], ids=lambda s: s.family)
 IDS = torch.randint(0, 101, (40,), generator=torch.Generator().manual_seed(5))
 
 
 def random_weights(spec: ModelSpec) -> dict[str, Tensor]:
     """A checkpoint for ``spec``, by its own names."""
-    if spec is NEXT:  # several runs of one tensor fill a parameter
-        return tiny_weights(NEXT_CONFIG, seed=0)
+    if spec in (NEXT, MIMO):  # several runs of one tensor fill a parameter
+        return tiny_weights(NEXT_CONFIG if spec is NEXT else MIMO_CONFIG, seed=0)
     model = build_model(spec, dtype=torch.float32, device=CPU, tp=TensorParallel(), allocate=allocate)
     generator, weights = torch.Generator().manual_seed(0), {}
     for target in model.load_plan().values():
@@ -51,6 +53,24 @@ def test_two_ranks_compute_what_one_does(spec: ModelSpec) -> None:
     whole = prefill(load_model(spec, weights))
     for logits in run_ranks(2, lambda tp: prefill(load_model(spec, weights, tp=tp))):
         assert logits.shape == (40, 101)
+        assert (logits - whole).abs().max() <= 1e-4
+
+
+def test_fused_projections_are_the_split_ones() -> None:
+    """Dealt out to four ranks by the publisher, gathered by one, two or four of ours."""
+    weights = tiny_weights(MIMO_CONFIG, seed=0)
+    split = {}
+    for name, tensor in weights.items():
+        if not name.endswith("qkv_proj.weight"):
+            split[name] = tensor
+            continue
+        kv = 4 if int(name.split(".")[2]) in (0, 5) else 8
+        parts = [part.split((2 * 24, kv // 4 * 24, kv // 4 * 16)) for part in tensor.chunk(4)]
+        for which, pieces in zip("qkv", zip(*parts, strict=True), strict=True):
+            split[name.replace("qkv_proj", f"{which}_proj")] = torch.cat(pieces)
+    whole = prefill(load_model(replace(MIMO, fused_qkv=0), split))
+    assert torch.equal(prefill(load_model(MIMO, weights)), whole)
+    for logits in run_ranks(4, lambda tp: prefill(load_model(MIMO, weights, tp=tp))):
         assert (logits - whole).abs().max() <= 1e-4
 
 

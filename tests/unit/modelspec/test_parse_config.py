@@ -96,6 +96,50 @@ QWEN3_NEXT_80B = {
 }
 
 
+MIMO_V2_FLASH = {
+    "architectures": ["MiMoV2FlashForCausalLM"],
+    "model_type": "mimo_v2_flash",
+    "vocab_size": 152576,
+    "hidden_size": 4096,
+    "intermediate_size": 16384,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 192,
+    "v_head_dim": 128,
+    "swa_num_attention_heads": 64,
+    "swa_num_key_value_heads": 8,
+    "swa_head_dim": 192,
+    "swa_v_head_dim": 128,
+    "rope_theta": 5000000,
+    "swa_rope_theta": 10000,
+    "partial_rotary_factor": 0.334,
+    "sliding_window": 128,
+    "sliding_window_size": 128,
+    "attention_chunk_size": 128,
+    "hybrid_layer_pattern": [0 if i == 0 or (i + 1) % 6 == 0 else 1 for i in range(48)],
+    "moe_layer_freq": [0] + [1] * 47,
+    "n_routed_experts": 256,
+    "n_shared_experts": None,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "n_group": 1,
+    "topk_group": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": None,
+    "layernorm_epsilon": 1e-5,
+    "attention_value_scale": 0.707,
+    "add_swa_attention_sink_bias": True,
+    "add_full_attention_sink_bias": False,
+    "attention_bias": False,
+    "max_position_embeddings": 262144,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+
 def test_smollm2_sizes_are_the_published_ones():
     spec = parse_config(SMOLLM2)
     assert (spec.family, spec.head_dim, spec.rope.theta, spec.rope.dim) == ("llama", 64, 1e5, 64)
@@ -127,6 +171,61 @@ def test_qwen3_next_80b_sizes_are_the_published_ones():
     assert state_bytes(spec) == 77_266_944
 
 
+def test_mimo_v2_flash_sizes_are_the_published_ones():
+    spec = parse_config(MIMO_V2_FLASH)
+    window = spec.windowed
+    assert window is not None
+    assert set(range(48)) - set(window.layers) == {0, 5, 11, 17, 23, 29, 35, 41, 47}
+    assert (window.window, window.num_kv_heads, window.rope.theta, window.sinks) == (129, 8, 1e4, True)
+    assert (spec.rope.theta, spec.rope.dim, window.rope.dim, spec.rms_norm_eps) == (5e6, 64, 64, 1e-5)
+    assert (spec.value_dim, spec.value_scale, spec.qk_norm, spec.fused_qkv) == (128, 0.707, False, 0)
+    assert round(num_parameters(spec) / 1e9) == 309
+    assert round(num_active_parameters(spec) / 1e9) == 15
+    assert kv_bytes_per_token(spec) == 23_040
+    assert state_bytes(spec) == 39 * 129 * 5120
+
+
+def test_mimo_v2_in_both_spellings():
+    published = parse_config(tiny_config("mimo_v2_flash"))
+    theirs = tiny_config("mimo_v2_flash", layer_types=None, num_local_experts=None)
+    types = ["full_attention" if i in (0, 5) else "sliding_attention" for i in range(7)]
+    rope = {"rope_type": "default", "partial_rotary_factor": 0.334}
+    theirs |= {
+        "hybrid_layer_pattern": None,
+        "layer_types": types,
+        "sliding_window_size": None,
+        "sliding_window": 20,
+        "moe_layer_freq": None,
+        "mlp_layer_types": ["dense"] + ["sparse"] * 6,
+        "rope_theta": None,
+        "swa_rope_theta": None,
+        "rope_parameters": {
+            "full_attention": {**rope, "rope_theta": 1e4},
+            "sliding_attention": {**rope, "rope_theta": 500.0},
+        },
+    }
+    assert parse_config(theirs) == published
+    assert parse_config(tiny_config("mimo_v2")).fused_qkv == 4
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("hybrid_layer_pattern", [0, 1], "a list with an entry for each of 7 layers"),
+        ("swa_head_dim", 32, "swa_head_dim must be 24"),
+        ("scoring_func", "softmax", "scoring_func 'softmax' is not supported"),
+        ("n_shared_experts", 1, "n_shared_experts must be null"),
+        ("n_group", 5, "n_group must be a divisor of 16"),
+        ("swa_num_key_value_heads", 3, "not a multiple of num_key_value_heads 3"),
+        ("attention_projection_layout", "other", "'split' or 'fused_qkv'"),
+        ("layer_types", ["linear_attention"] * 7, "not supported for this family"),
+    ],
+)
+def test_mimo_v2_refuses(field, value, message):
+    with pytest.raises(CheckpointError, match=message):
+        parse_config(tiny_config("mimo_v2_flash", **{field: value}))
+
+
 def test_qwen3_next_layers_in_both_spellings():
     types = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
     assert parse_config(tiny_config("qwen3_next", layer_types=types)).gated_delta.layers == (0, 2, 3)
@@ -148,11 +247,11 @@ def test_qwen3_next_heads_must_divide():
         parse_config(tiny_config("qwen3_moe", partial_rotary_factor=0.5))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "qwen3_next"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "qwen3_next", "mimo_v2"])
 def test_byte_arithmetic_agrees_with_a_written_checkpoint(family, tmp_path):
     from fakes.tiny_checkpoints import tiny_weights
 
-    overrides = {"attention_bias": True, "mlp_bias": family == "llama"}
+    overrides = {} if family == "mimo_v2" else {"attention_bias": True, "mlp_bias": family == "llama"}
     if "moe" in family or "next" in family:
         overrides |= {"mlp_only_layers": [1]}
     config = tiny_config(family, **overrides)
@@ -275,7 +374,7 @@ def test_eos_may_be_a_list_and_generation_config_wins(tmp_path):
         ({"eos_token_id": [0] * 5000}, "eos_token_id"),
         ({"use_sliding_window": True}, "sliding-window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),
         ({"quantization_config": "fp8"}, "quantization_config must be an object"),
     ],
 )
