@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from hotrack.checkpoint.keep import KeptScales, kept_scales, write_kept
 from hotrack.checkpoint.open import Checkpoint
 from hotrack.checkpoint.stored import StoredTensor
 from hotrack.checkpoint.targets import LoadTarget, Source
@@ -37,6 +38,15 @@ class _Copy:
     select: tuple[slice, ...]
     stored_bytes: int
     add: float
+    scales: KeptScales | None = None
+
+    def write(self) -> None:
+        if self.scales is not None:
+            write_kept(self.tensor, self.select, self.dest, self.scales)
+            return
+        self.tensor.copy_into(self.dest, self.select)
+        if self.add:
+            self.dest.add_(self.add)
 
 
 def load_weights(
@@ -50,10 +60,13 @@ def load_weights(
 ) -> LoadReport:
     """Fill every target's parameter, converting dtypes on the way.
 
-    Everything is checked before the first byte is written: a missing or unexpected tensor or a shape or dtype
-    that does not fit is a CheckpointError naming the tensor. ``is_elsewhere(name)`` says which unread tensors
-    are fine because another rank holds them. ``filled(parameter)`` is called, on this thread, when all of a
-    parameter is there. Beyond the parameters each thread needs a few MiB.
+    Everything but the values of scales is checked before the first byte is written: a missing or unexpected
+    tensor or a shape or dtype that does not fit is a CheckpointError naming the tensor.
+    ``is_elsewhere(name)`` says which unread tensors are fine because another rank holds them.
+    ``filled(parameter)`` is called, on this thread, when all of a parameter is there; for one that
+    stays quantised also with the name of its scales. Beyond the parameters each thread needs a few MiB.
+
+    Raises ConfigError when the part that a rank keeps quantised does not begin and end with a block.
     """
     begin = time.monotonic()
     copies = _plan(checkpoint, targets)
@@ -64,9 +77,7 @@ def load_weights(
 
     def run(copy: _Copy) -> str:
         nonlocal done
-        copy.tensor.copy_into(copy.dest, copy.select)
-        if copy.add:
-            copy.dest.add_(copy.add)
+        copy.write()
         with lock:
             done += copy.stored_bytes
             if progress is not None:
@@ -81,6 +92,8 @@ def load_weights(
                 missing[parameter] -= 1
                 if filled is not None and not missing[parameter]:
                     filled(parameter)
+                    if (scales := targets[parameter].scales) is not None:
+                        filled(scales.name)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
@@ -99,12 +112,12 @@ def _plan(checkpoint: Checkpoint, targets: Mapping[str, LoadTarget]) -> list[_Co
         raise CheckpointError(
             f"{checkpoint.resolved.path} lacks {len(missing)} tensors the model needs: {_listed(missing)}"
         )
-    copies = [_copy(checkpoint, p, t.param, s) for p, t, s in wanted if s.name in checkpoint]
+    copies = [_copy(checkpoint, p, t, s) for p, t, s in wanted if s.name in checkpoint]
     return sorted(copies, key=lambda c: (str(c.tensor.file.path), c.tensor.offset))
 
 
-def _copy(checkpoint: Checkpoint, parameter: str, param: Tensor, source: Source) -> _Copy:
-    tensor = checkpoint.stored(source.name)
+def _copy(checkpoint: Checkpoint, parameter: str, target: LoadTarget, source: Source) -> _Copy:
+    tensor, param = checkpoint.stored(source.name), target.param
     dest = param[source.dest] if source.dest else param
     assert all(s.step in (None, 1) for s in source.select), f"{source=}"
     where = f"{checkpoint.resolved.path}: tensor {source.name!r} for parameter {parameter!r}"
@@ -123,7 +136,8 @@ def _copy(checkpoint: Checkpoint, parameter: str, param: Tensor, source: Source)
             f"{where} is stored as {tensor.dtype}; expected floating point for {dest.dtype}"
         )
     rows = shape[0] if shape else 1
-    return _Copy(parameter, tensor, dest, source.select, rows * tensor.row_bytes, source.add)
+    scales = kept_scales(target, source, tensor, where) if target.scales is not None else None
+    return _Copy(parameter, tensor, dest, source.select, rows * tensor.row_bytes, source.add, scales)
 
 
 def _refuse_unexpected(

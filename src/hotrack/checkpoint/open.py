@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hotrack.checkpoint.gguf_format import open_gguf
+from hotrack.checkpoint.quantised import join_scales
 from hotrack.checkpoint.safetensors_format import open_folder
 from hotrack.checkpoint.stored import StoredTensor, TensorFile
 from hotrack.core.errors import CheckpointError
@@ -17,14 +18,15 @@ from hotrack.modelspec import ModelSpec, load_spec
 
 
 class TensorInfo(NamedTuple):
-    """``dtype`` is torch's name, or the GGUF type (e.g. 'Q4_K') of a quantised tensor."""
+    """``dtype`` is torch's name, 'mxfp4', or the GGUF type (e.g. 'Q4_K') of a quantised tensor."""
 
     shape: tuple[int, ...]
     dtype: str
 
 
 class Checkpoint:
-    """Tensors under their Hugging Face names. Owns its open files: a context manager, or ``close`` it.
+    """Tensors under their Hugging Face names; a quantised one and its scales are one tensor under the
+    weight's name. Owns its open files: a context manager, or ``close`` it.
 
     Reading is safe from several threads.
     """
@@ -43,7 +45,7 @@ class Checkpoint:
 
     @property
     def total_bytes(self) -> int:
-        """Stored bytes of all tensors."""
+        """Stored bytes of all tensors, without scales."""
         return sum(t.nbytes for t in self._tensors.values())
 
     def names(self) -> list[str]:
@@ -93,5 +95,11 @@ def open_checkpoint(resolved: ResolvedModel) -> Checkpoint:
         spec, tensors, files = open_gguf(resolved.path)
     else:
         spec = load_spec(resolved.path)
-        tensors, files = open_folder(resolved.path)
+        stored, files = open_folder(resolved.path)
+        try:
+            tensors = join_scales(stored, spec)
+        except BaseException:
+            for file in files:
+                file.close()
+            raise
     return Checkpoint(resolved, spec, tensors, files)

@@ -30,8 +30,28 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
+class Scales:
+    """The scales of a parameter that stays quantised: a parameter of its own.
+
+    name   of that parameter
+    param  float32 [..., ceil(rows / block[0]), ceil(columns / block[1])] for a weight [..., rows, columns]
+    block  (rows, columns) that share a scale
+    """
+
+    name: str
+    param: Tensor
+    block: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
 class LoadTarget:
-    """A parameter (or a view into a planned region) and what fills it. The dtype of ``param`` decides."""
+    """A parameter (or a view into a planned region) and what fills it. The dtype of ``param`` decides: values
+    are converted to it, and quantised ones dequantised.
+
+    With ``scales``, ``param`` is float8_e4m3fn and keeps (values, scales): as published when the checkpoint
+    has the same format, else quantised while it is read.
+    """
 
     param: Tensor
     sources: tuple[Source, ...]
+    scales: Scales | None = None

@@ -3,7 +3,16 @@
 from dataclasses import dataclass
 from math import prod
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8, "uint8": 1, "int8": 1}
+DTYPE_BYTES = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "int32": 4,
+    "int64": 8,
+    "uint8": 1,
+    "int8": 1,
+}
 
 
 @dataclass(frozen=True, slots=True)

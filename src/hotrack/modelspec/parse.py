@@ -3,6 +3,7 @@
 from hotrack.core.errors import CheckpointError
 from hotrack.modelspec.fields import Fields, shorten
 from hotrack.modelspec.mimo import with_mimo
+from hotrack.modelspec.quant import parse_quant
 from hotrack.modelspec.spec import GatedDeltaSpec, ModelSpec, MoeSpec, RopeSpec
 
 ARCHITECTURES = {
@@ -76,6 +77,7 @@ def parse_config(config: dict[str, object], where: str = "config.json") -> Model
         gated_delta=_gated_delta(fields, num_layers) if hybrid else None,
         unread=("mtp.",) if hybrid else (),
         dtype=_dtype(fields),
+        quant=parse_quant(fields, family),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=eos,
     )
@@ -129,12 +131,6 @@ def _family(fields: Fields) -> str:
 
 def _refuse_unsupported(fields: Fields, layer_types_served: tuple[str, ...]) -> None:
     """Options that change the computation in a way these families' code does not implement."""
-    if fields.get("quantization_config") is not None:
-        method = fields.section("quantization_config").get("quant_method")
-        raise CheckpointError(
-            f"{fields.where}: the checkpoint is quantised ({shorten(method)}), which is not supported; "
-            "use the bfloat16 release or a GGUF file"
-        )
     if (activation := fields.text("hidden_act", default="silu")) != "silu":
         raise CheckpointError(
             f"{fields.where}: hidden_act {shorten(activation)!r} is not supported; 'silu' is"

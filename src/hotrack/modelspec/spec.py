@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from hotrack.modelspec.quant import QuantSpec
+
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
@@ -78,6 +80,7 @@ class ModelSpec:
     family             'llama' | 'qwen3' | 'qwen3_moe' | 'qwen3_next' | 'mimo_v2_flash' | 'mimo_v2'
     source             the ``model_type`` as published, for messages
     dtype              the checkpoint's dtype name ('bfloat16', 'float16', 'float32')
+    quant              how weights are stored, when not in ``dtype``
     output_gate        attention's output is multiplied by a sigmoid that its query projection also makes
     zero_centred_norm  RMSNorms are stored as their difference from 1
     v_head_dim         width of a value head; None: as wide as a key
@@ -117,6 +120,7 @@ class ModelSpec:
     full_sinks: bool = False
     unread: tuple[str, ...] = ()
     dtype: str = "bfloat16"
+    quant: QuantSpec | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
