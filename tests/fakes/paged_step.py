@@ -42,7 +42,7 @@ def make_step(
     storage = torch.full(
         (2 + sum(blocks), group.row_bytes // dtype.itemsize), float("nan"), dtype=dtype, device=device
     )
-    kv = KVTensors([group], [storage.view(torch.uint8)], dtype).layers[-1]
+    kv = KVTensors([group], [storage.view(torch.uint8)], dtype).layers[layers - 1]
     order = 1 + torch.randperm(1 + sum(blocks), generator=generator, device=device)
     tables = torch.zeros(len(seq_lens), max(blocks), dtype=torch.int32, device=device)
     slots, used = [], 0

@@ -105,7 +105,7 @@ class Ops:
         self, q: Tensor, kv: LayerKV, plan: AttentionPlan, scale: float, sinks: Tensor
     ) -> Tensor:
         """As :meth:`paged_attention`; sinks float32 [num_heads]: one more score per head, of no value."""
-        return attention.paged_attention(q, kv, plan.batch, scale, sinks)
+        return attention.paged_attention(q, kv, plan.batch, scale, sinks=sinks)
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> LinearKernel:
         """A callable ``x [M, K] -> [M, N]`` for one weight [N, K]."""

@@ -2,6 +2,7 @@
 (TRITON_INTERPRET=1)."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -211,6 +212,30 @@ def test_operations_of_a_step(query_lens: list[int], seq_lens: list[int]) -> Non
         ops.norm_rotate_and_cache(qkv, heads, weights, cos, sin, step.kv, plan)
         results.append(ops.paged_attention(qkv.view(-1, 8, 32)[:, :4], step.kv, plan, 0.2))
     close(results[1], results[0])
+
+
+@pytest.mark.parametrize(("query_lens", "seq_lens"), [([1, 1], [40, 3]), ([1, 12], [40, 30])])
+@pytest.mark.parametrize("window", [None, 11])
+def test_operations_of_a_windowed_step(
+    query_lens: list[int], seq_lens: list[int], window: int | None
+) -> None:
+    """Keys and values of two widths, a head rotated in part, a window from the batch, sinks."""
+    heads, tokens, sinks = HeadShape(4, 2, 48, 32), sum(query_lens), random(4, seed=8)
+    cos, sin = rope_tables(torch.arange(tokens, device=DEVICE), random(8).abs(), 1.0, torch.float32)
+    results = []
+    for ops in (Ops(), TritonAttention()):
+        step = make_step(heads, query_lens, seq_lens, DEVICE, v_dim=32, window=window)
+        batch = replace(step.batch, window=window)
+        qkv = random(tokens, 6 * 48 + 2 * 32, seed=3)
+        plan = ops.plan_attention(batch, heads, torch.float32)
+        ops.norm_rotate_and_cache(qkv, heads, None, cos, sin, step.kv, plan)
+        q = qkv[:, : 4 * 48].view(-1, 4, 48)
+        results.append(ops.sink_attention(q, step.kv, plan, 0.2, sinks))
+        close(results[-1], paged_reference(replace(step, q=q), 0.2, window, sinks))
+        results.append(ops.paged_attention(q, step.kv, plan, 0.2))
+    close(results[2], results[0])
+    close(results[3], results[1])
+    assert (results[1] - results[0]).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("width", [16, 1024])

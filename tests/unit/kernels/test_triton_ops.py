@@ -45,7 +45,7 @@ def a_step(heads: HeadShape, query_lens: list[int], seq_lens: list[int], dtype: 
     (group,) = group_layers([spec] * layers, BLOCK)
     num_blocks = 2 + sum(-(-n // BLOCK) for n in seq_lens)
     storage = torch.full((num_blocks, group.row_bytes // dtype.itemsize), float("nan"), dtype=dtype)
-    kv = KVTensors([group], [storage.to(DEVICE).view(torch.uint8)], dtype).layers[-1]
+    kv = KVTensors([group], [storage.to(DEVICE).view(torch.uint8)], dtype).layers[layers - 1]
     free = (1 + torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(1))).tolist()
     tables, slots = torch.zeros(len(seq_lens), -(-max(seq_lens) // BLOCK), dtype=torch.int32), []
     for row, (new, total) in enumerate(zip(query_lens, seq_lens, strict=True)):

@@ -16,18 +16,25 @@ def write_kv(new: Tensor, kv: LayerKV, slot_mapping: Tensor) -> None:
 
 
 def paged_attention(
-    q: Tensor, kv: LayerKV, batch: PagedBatch, scale: float, sinks: Tensor | None = None
+    q: Tensor,
+    kv: LayerKV,
+    batch: PagedBatch,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal grouped-query attention of new tokens over everything cached so far, themselves included.
 
     q [T, num_heads, k_dim] -> [T, num_heads, v_dim]. Query i of a sequence sits at position
-    ``seq_len - query_len + i`` and sees keys up to its own position, the last ``batch.window`` of them if
-    given. Query heads ``g*n .. g*n+n-1`` share K/V head g. ``sinks`` float32 [num_heads]: a score per head
-    that takes part in the softmax and has no value (Xiao et al., 2023).
+    ``seq_len - query_len + i`` and sees keys up to its own position, the last ``window`` of them if given (or
+    the batch has one). Query heads ``g*n .. g*n+n-1`` share K/V head g. ``sinks`` float32 [num_heads]: a
+    score per head that takes part in the softmax and has no value (Xiao et al., 2023).
     """
     outputs, start = [], 0
+    window = window or batch.window
     for table, query_len, seq_len in zip(batch.block_tables, batch.query_lens, batch.seq_lens, strict=True):
-        block = _first_seen(batch, seq_len - query_len) // kv.block_size  # those before it may be freed
+        first = 0 if window is None else max(0, seq_len - query_len - window + 1)
+        block = first // kv.block_size  # those before it may be freed
         blocks = table[block : -(-seq_len // kv.block_size)].long()
         length = seq_len - block * kv.block_size
         k = kv.k[blocks].transpose(1, 2).flatten(0, 1)[:length].float()  # [L, H, k_dim]
@@ -39,8 +46,8 @@ def paged_attention(
         query_pos = torch.arange(length - query_len, length, device=q.device)[:, None]
         key_pos = torch.arange(length, device=q.device)
         visible = key_pos <= query_pos
-        if batch.window is not None:
-            visible &= key_pos > query_pos - batch.window
+        if window is not None:
+            visible &= key_pos > query_pos - window
         scores = scores.masked_fill(~visible, float("-inf"))
         if sinks is not None:
             column = sinks.view(*scores.shape[:2], 1, 1).expand(-1, -1, query_len, 1)
@@ -49,8 +56,3 @@ def paged_attention(
         outputs.append(torch.einsum("hgql,lhd->qhgd", probs, v).flatten(1, 2).to(q.dtype))
         start += query_len
     return torch.cat(outputs)
-
-
-def _first_seen(batch: PagedBatch, position: int) -> int:
-    """The first position that a token at ``position`` sees."""
-    return 0 if batch.window is None else max(0, position - batch.window + 1)

@@ -79,12 +79,21 @@ class TritonAttention(Ops):
         kv: LayerKV,
         plan: AttentionPlan,
         scale: float,
-        window: int | None = None,
-        sinks: Tensor | None = None,
     ) -> Tensor:
-        """As the reference. ``window`` and ``sinks``: see :func:`decode_attention`."""
         if not isinstance(plan, TritonAttentionPlan):
             return super().paged_attention(q, kv, plan, scale)
+        return self._attend(q, kv, plan, scale, None)
+
+    def sink_attention(
+        self, q: Tensor, kv: LayerKV, plan: AttentionPlan, scale: float, sinks: Tensor
+    ) -> Tensor:
+        if not isinstance(plan, TritonAttentionPlan):
+            return super().sink_attention(q, kv, plan, scale, sinks)
+        return self._attend(q, kv, plan, scale, sinks)
+
+    def _attend(
+        self, q: Tensor, kv: LayerKV, plan: TritonAttentionPlan, scale: float, sinks: Tensor | None
+    ) -> Tensor:
         batch, decodes = plan.batch, plan.num_decodes
         out = torch.empty(len(q), q.shape[1], kv.v.shape[3], dtype=q.dtype, device=q.device)
         if decodes:
@@ -95,7 +104,7 @@ class TritonAttention(Ops):
                 plan.seq_lens[:decodes],
                 plan.longest_decode,
                 scale,
-                window=window,
+                window=batch.window,
                 sinks=sinks,
                 out=out[:decodes],
             )
@@ -108,7 +117,7 @@ class TritonAttention(Ops):
                 plan.seq_lens[decodes:],
                 plan.prefill_tokens,
                 scale,
-                window=window,
+                window=batch.window,
                 sinks=sinks,
                 out=out,
             )

@@ -11,8 +11,11 @@ from hotrack.kernels.cuda_ops.ops import CudaOps
 from hotrack.kernels.paged import HeadShape, LayerKV, PagedBatch
 from hotrack.kernels.reference.linear import LinearKernel
 from hotrack.kernels.reference.norm import NormKernel
+from hotrack.kernels.triton.ops import TritonAttention, TritonAttentionPlan
 from hotrack.kernels.triton.recurrent_ops import TritonRecurrent
 from hotrack.kernels.triton_ops import decode, moe, rotate
+
+GENERAL = TritonAttention()  # windows, sinks, values of another width
 
 
 class FusedGateUp(LinearKernel):
@@ -26,8 +29,9 @@ class TritonOps(TritonRecurrent, CudaOps):
     """Falls back to :class:`CudaOps` for shapes a kernel does not take."""
 
     def plan_attention(self, batch: PagedBatch, heads: HeadShape, dtype: torch.dtype) -> AttentionPlan:
-        plain = batch.window is None and heads.v_dim == heads.head_dim
-        if not plain or batch.block_stride % (batch.block_size * heads.head_dim):
+        if batch.window is not None or heads.v_dim != heads.head_dim:
+            return GENERAL.plan_attention(batch, heads, dtype)
+        if batch.block_stride % (batch.block_size * heads.head_dim):
             return super().plan_attention(batch, heads, dtype)
         num_elsewhere = batch.num_decodes if decode.can_decode(heads, batch.block_size) else 0
         return CudaAttentionPlan(batch, heads, num_elsewhere)
@@ -42,6 +46,9 @@ class TritonOps(TritonRecurrent, CudaOps):
         kv: LayerKV,
         plan: AttentionPlan,
     ) -> None:
+        if isinstance(plan, TritonAttentionPlan):
+            GENERAL.norm_rotate_and_cache(qkv, heads, norms, cos, sin, kv, plan)
+            return
         whole = cos.shape[-1] == heads.head_dim and rotate.can_rotate(heads)
         if not whole or kv.rows is None or not isinstance(plan, CudaAttentionPlan):
             super().norm_rotate_and_cache(qkv, heads, norms, cos, sin, kv, plan)
@@ -51,6 +58,8 @@ class TritonOps(TritonRecurrent, CudaOps):
         rotate.rotate_and_cache(qkv, heads, cos, sin, kv.rows, plan.new_vectors, weights, eps)
 
     def paged_attention(self, q: Tensor, kv: LayerKV, plan: AttentionPlan, scale: float) -> Tensor:
+        if isinstance(plan, TritonAttentionPlan):
+            return GENERAL.paged_attention(q, kv, plan, scale)
         if not isinstance(plan, CudaAttentionPlan) or kv.rows is None or not plan.num_elsewhere:
             return super().paged_attention(q, kv, plan, scale)
         batch, count = plan.batch, plan.num_elsewhere
@@ -69,6 +78,11 @@ class TritonOps(TritonRecurrent, CudaOps):
         if not plan.spans:
             return decoded
         return torch.cat((decoded, attention.paged_attention(q, kv.rows, plan, scale)))
+
+    def sink_attention(
+        self, q: Tensor, kv: LayerKV, plan: AttentionPlan, scale: float, sinks: Tensor
+    ) -> Tensor:
+        return GENERAL.sink_attention(q, kv, plan, scale, sinks)
 
     def gate_up(self, weight: Tensor, bias: Tensor | None = None) -> LinearKernel:
         return FusedGateUp(weight, bias)
