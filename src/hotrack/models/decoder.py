@@ -19,7 +19,9 @@ class DecoderLayer(Layer):
         super().__init__(build)
         size, eps, zero_centred = spec.hidden_size, spec.rms_norm_eps, spec.zero_centred_norm
         self.input_layernorm = RMSNorm(size, eps, build, zero_centred=zero_centred)
-        if spec.gated_delta is not None and index in spec.gated_delta.layers:
+        # Asked in every step; looking for a module that is not there takes microseconds.
+        self.is_recurrent = spec.gated_delta is not None and index in spec.gated_delta.layers
+        if spec.gated_delta is not None and self.is_recurrent:
             self.linear_attn = GatedDeltaNet(index, spec, spec.gated_delta, build)
         else:
             self.self_attn = Attention(index, spec, build)
@@ -33,7 +35,7 @@ class DecoderLayer(Layer):
     @property
     def mixer(self) -> Attention | GatedDeltaNet:
         """What lets tokens see each other."""
-        return self.linear_attn if hasattr(self, "linear_attn") else self.self_attn
+        return self.linear_attn if self.is_recurrent else self.self_attn
 
     def forward(self, hidden: Tensor, step: Step) -> Tensor:
         """[T, D] -> [T, D]"""
