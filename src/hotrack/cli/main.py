@@ -11,6 +11,7 @@ from hotrack.cli import (
     chat_cmd,
     config_cmd,
     demo_cmd,
+    doctor_cmd,
     engine_cmd,
     ps_cmd,
     pull_cmd,
@@ -29,6 +30,7 @@ app = typer.Typer(
 app.command("serve")(serve_cmd.serve)
 app.command("engine", **engine_cmd.SETTINGS)(engine_cmd.engine)
 app.command("demo")(demo_cmd.demo)
+app.command("doctor")(doctor_cmd.doctor)
 app.command("pull")(pull_cmd.pull)
 app.command("chat")(chat_cmd.chat)
 app.command("ps")(ps_cmd.ps)

@@ -1,11 +1,14 @@
 """Hugging Face repositories through ``huggingface_hub``: resumable, its cache shared with other tools."""
 
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import hf_hub_download, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
+    EntryNotFoundError,
     GatedRepoError,
     HFValidationError,
     LocalEntryNotFoundError,
@@ -39,7 +42,7 @@ def cached_snapshot(repo_id: str) -> Path | None:
 
 def download_snapshot(repo_id: str, progress: Progress | None) -> Path:
     """Bring a repository's model files up to date. Raises CheckpointError with a remedy."""
-    try:
+    with _explained(repo_id):
         return Path(
             snapshot_download(
                 repo_id,
@@ -49,6 +52,26 @@ def download_snapshot(repo_id: str, progress: Progress | None) -> Path:
                 tqdm_class=_bar(progress),
             )
         )
+
+
+def config_folder(repo_id: str) -> Path:
+    """A folder with a repository's config.json, fetched if it is not there. No weights are, and the cache of
+    snapshots stays without one that has no weights. Raises CheckpointError with a remedy."""
+    cached = try_to_load_from_cache(repo_id, "config.json")
+    if isinstance(cached, str):
+        return Path(cached).parent
+    folder = env.cache_dir() / "configs" / repo_id.replace("/", "--")
+    if not (folder / "config.json").is_file():
+        with _explained(repo_id):
+            hf_hub_download(repo_id, "config.json", local_dir=folder, local_files_only=env.offline())
+    return folder
+
+
+@contextmanager
+def _explained(repo_id: str) -> Iterator[None]:
+    """Errors of a download, with what to do about them."""
+    try:
+        yield
     except GatedRepoError as e:
         raise CheckpointError(
             f"{repo_id} is gated: accept its terms at https://huggingface.co/{repo_id} "
@@ -60,11 +83,15 @@ def download_snapshot(repo_id: str, progress: Progress | None) -> Path:
         ) from e
     except HFValidationError as e:
         raise CheckpointError(f"{repo_id!r} is not a valid Hugging Face repository name") from e
-    except LocalEntryNotFoundError as e:
+    except LocalEntryNotFoundError as e:  # an EntryNotFoundError, too
         why = "HF_HUB_OFFLINE is set" if env.offline() else "Hugging Face could not be reached"
         raise CheckpointError(
             f"{repo_id} is not complete in the local cache and {why}; "
             "check the network, or name a local folder"
+        ) from e
+    except EntryNotFoundError as e:
+        raise CheckpointError(
+            f"{repo_id} has no config.json; name a repository of a model in the format of transformers"
         ) from e
     except Exception as e:  # the HTTP library below has errors of its own
         raise CheckpointError(

@@ -30,6 +30,17 @@ def resolve(model: str, *, progress: Progress | None = None) -> ResolvedModel:
     raise _unknown(model)
 
 
+def resolve_config(model: str, *, progress: Progress | None = None) -> ResolvedModel:
+    """As :func:`resolve`, but of a repository only config.json is fetched: enough to know what a model takes.
+
+    Raises CheckpointError.
+    """
+    if REPO_ID.fullmatch(model) and not _local(model) and not find_demo(model):
+        huggingface = importlib.import_module("hotrack.hub.huggingface")
+        return ResolvedModel("folder", huggingface.config_folder(model), model)
+    return resolve(model, progress=progress)
+
+
 def check_name(model: str) -> None:
     """Raises CheckpointError when ``model`` can be no model: no such path, and neither a demo name nor shaped
     like a repository. Fetches nothing."""

@@ -41,6 +41,7 @@ def profile_of(spec: ModelSpec) -> Profile:
         num_experts=spec.moe.num_experts if spec.moe else 0,
         top_k=spec.moe.top_k if spec.moe else 0,
         shared_experts=1 if spec.moe and spec.moe.shared_intermediate_size else 0,
+        unread=bool(spec.unread),
         loaded_dtype=spec.dtype,
     )
 
@@ -176,5 +177,10 @@ def _limits(spec: ModelSpec) -> tuple[tuple[Limit, ...], tuple[Limit, ...]]:
         return (*heads, *inner), ()
     block = max(quant.block)
     group = {"expert channels": 32} if quant.experts == "mxfp4" else {}
-    soft = tuple(Limit(i.what, i.size, group.get(i.what, block)) for i in inner)
-    return (*heads, *inner), soft
+    soft = [Limit(i.what, i.size, group.get(i.what, block)) for i in inner]
+    soft.append(Limit("query channels", spec.num_heads * spec.head_dim, block))
+    counts = {spec.num_kv_heads, spec.windowed.num_kv_heads if spec.windowed else spec.num_kv_heads}
+    for count in sorted(counts):
+        soft.append(Limit("key channels", count * spec.head_dim, block, max_split=count))
+        soft.append(Limit("value channels", count * spec.value_dim, block, max_split=count))
+    return (*heads, *inner), tuple(soft)

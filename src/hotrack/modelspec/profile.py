@@ -39,11 +39,17 @@ class CacheCost:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A dimension that tensor parallelism splits: into parts that are multiples of ``block``."""
+    """A dimension that tensor parallelism splits, into parts that are multiples of ``block``; among at most
+    ``max_split`` ranks, of which more hold copies."""
 
     what: str
     size: int
     block: int = 1
+    max_split: int = 1 << 30
+
+    def share(self, ranks: int) -> int:
+        """What one of ``ranks`` holds."""
+        return self.size // min(ranks, self.max_split)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +58,7 @@ class Profile:
 
     layers       (kind, how many), in no order
     drafts       blocks that only propose tokens, if they are part of ``pieces``
+    unread       the published files may hold draft heads that are no part of ``pieces``
     served       this version runs it
     loaded_dtype what this version keeps weights in, if it is served
     quantisation in words; '' when weights are stored in ``dtype``
@@ -73,6 +80,7 @@ class Profile:
     top_k: int = 0
     shared_experts: int = 0
     drafts: int = 0
+    unread: bool = False
     served: bool = True
     loaded_dtype: str = "bfloat16"
 
@@ -126,4 +134,4 @@ class Profile:
 
     def breaks_blocks(self, size: int) -> Limit | None:
         """What ``size`` ranks would cut inside blocks, so that it cannot stay quantised."""
-        return next((limit for limit in self.soft if limit.size // size % limit.block), None)
+        return next((limit for limit in self.soft if limit.share(size) % limit.block), None)

@@ -55,6 +55,7 @@ def test_every_command_has_help() -> None:
         "serve",
         "engine",
         "demo",
+        "doctor",
         "pull",
         "chat",
         "ps",

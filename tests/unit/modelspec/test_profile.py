@@ -105,7 +105,11 @@ def test_shares_that_cut_blocks():
     assert found.breaks_blocks(4) == Limit("expert channels", 768, 128)
     assert profile_config(qwen3_30b_a3b()).breaks_blocks(4) is None
     assert profile_config(qwen3_next(fp8=True)).breaks_blocks(8).what == "expert channels"
-    assert profile_config(mimo_v2_flash(store_dtype="mxfp4")).breaks_blocks(8) is None  # groups of 32
+    narrow = {"moe_intermediate_size": 1536}  # 192 each of 8: blocks of 128 are cut, groups of 32 are not
+    assert profile_config(mimo_v2_flash() | narrow).breaks_blocks(8).what == "expert channels"
+    mimo = profile_config(mimo_v2_flash(store_dtype="mxfp4") | narrow)
+    assert mimo.breaks_blocks(2) is None
+    assert mimo.breaks_blocks(4) == mimo.breaks_blocks(8) == Limit("key channels", 4 * 192, 128, max_split=4)
 
 
 def small(**fields) -> Profile:
