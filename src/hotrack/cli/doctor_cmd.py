@@ -148,7 +148,7 @@ def _what(facts: Facts) -> list[str]:
         shared = f", {experts['shared']} shared" if experts["shared"] else ""
         lines.append(f"  experts  {experts['count']}, {experts['top_k']} per token{shared}")
     if facts["draft_layers"]:
-        lines.append(f"  drafts   {facts['draft_layers']} layers, counted above")
+        lines.append(f"  drafts   layers of draft heads: {facts['draft_layers']}, counted above")
     elif facts["unread_drafts"]:
         lines.append("  drafts   not counted: this version does not read draft heads")
     if facts["stored_bytes"]:

@@ -53,7 +53,7 @@ def test_deepseek_v4_from_its_config(doctor, tmp_path):
         "FP8 in blocks of 128x128, experts MXFP4",
         "21 compressed sparse (1:4)",
         "256, 6 per token, 1 shared",
-        "3 layers, counted above",
+        "draft heads: 3, counted above",
         "3,850 bytes per token + 14.7 MiB per request; 3.8 GiB at 1,048,576 tokens",
         "   4         39.9 GiB  45.4 GiB",
         "cpu: does not fit",
