@@ -1,7 +1,6 @@
 """Tiny checkpoints in the published quantised formats, and what their weights are worth."""
 
 import json
-import math
 from pathlib import Path
 
 import torch
@@ -79,16 +78,18 @@ def write_quantised(
 
 def fp8(name, weight, block, scale, values):
     power_of_two = scale in ("e8m0", "uint8")
-    quantised, scales = quantise_fp8(weight, block, power_of_two=power_of_two)
-    if scale == "bfloat16":  # rounded before the values are: both readers then agree on what is stored
-        scales = scales.bfloat16().float()
-    values[name] = dequantise_fp8(quantised, scales, block or tuple(weight.shape))
+    # A fused projection was dealt out to 4 ranks first: each share has blocks of its own.
+    shares = weight.chunk(4) if name.endswith("qkv_proj.weight") and block else [weight]
+    made = [quantise_fp8(share, block, power_of_two=power_of_two) for share in shares]
+    if scale == "bfloat16":
+        made = [(quantised, scales.bfloat16().float()) for quantised, scales in made]
+    values[name] = torch.cat([dequantise_fp8(*each, block or tuple(weight.shape)) for each in made])
+    quantised, scales = (torch.cat(each) for each in zip(*made, strict=True))
     if power_of_two:
         return {name: quantised, name.removesuffix(".weight") + ".scale": e8m0(scales, scale)}
     kept = scales.to(getattr(torch, scale))
     if block is None:
         return {name: quantised, name + "_scale": kept.view(())}
-    assert scales.shape == tuple(math.ceil(n / b) for n, b in zip(weight.shape, block, strict=True))
     return {name: quantised, name + "_scale_inv": kept}
 
 

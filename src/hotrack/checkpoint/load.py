@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hotrack.checkpoint.keep import KeptScales, kept_scales, write_kept
+from hotrack.checkpoint.keep import KeptScales, columns_of, kept_scales, write_kept
 from hotrack.checkpoint.open import Checkpoint
 from hotrack.checkpoint.stored import StoredTensor
 from hotrack.checkpoint.targets import LoadTarget, Source
@@ -128,10 +128,12 @@ def _copy(checkpoint: Checkpoint, parameter: str, target: LoadTarget, source: So
     shape = tuple(
         len(range(*s.indices(n))) for s, n in zip(source.select, tensor.shape, strict=False)
     ) + tuple(tensor.shape[len(source.select) :])
+    if target.scales is not None and shape:
+        shape = (*shape[:-1], columns_of(target, shape[-1]))
     if shape != tuple(dest.shape):
         part = f"{list(shape)} of {list(tensor.shape)}" if source.select else f"{list(tensor.shape)}"
         raise CheckpointError(f"{where} has shape {part}; expected {list(dest.shape)}")
-    if not tensor.floating or not dest.is_floating_point():
+    if not tensor.floating or not (dest.is_floating_point() or target.scales is not None):
         raise CheckpointError(
             f"{where} is stored as {tensor.dtype}; expected floating point for {dest.dtype}"
         )

@@ -12,6 +12,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from hotrack.checkpoint.safetensors_format import plain
 from hotrack.checkpoint.stored import StoredTensor
 from hotrack.core.errors import CheckpointError
 from hotrack.kernels.reference.quant import MXFP4_GROUP, decode_e8m0, dequantise_mxfp4
@@ -21,6 +22,7 @@ from hotrack.modelspec.spec import ModelSpec
 SCALE_SUFFIXES = (".weight_scale_inv", ".weight_scale", ".scale")
 UNUSED_SUFFIXES = (".input_scale", ".activation_scale")  # of activations, which are not quantised here
 FP8 = "float8_e4m3fn"
+MXFP4 = "mxfp4"
 BYTES = ("int8", "uint8")
 POWERS = ("float8_e8m0fnu", "uint8")
 
@@ -181,7 +183,7 @@ def _mxfp4(name: str, tensor: StoredTensor, scales: StoredTensor) -> QuantisedTe
             f"{where} holds {rows}x{columns} MXFP4 values and has scales of shape {list(scales.shape)}; "
             f"groups of {MXFP4_GROUP} need {[rows, -(-columns // MXFP4_GROUP)]}"
         )
-    return _quantised(name, tensor, scales, (rows, columns), "mxfp4", (1, MXFP4_GROUP), 0)
+    return _quantised(name, tensor, scales, (rows, columns), MXFP4, (1, MXFP4_GROUP), 0)
 
 
 def _wrong_dtype(where: str, scales: StoredTensor, expected: str) -> CheckpointError:
@@ -206,7 +208,7 @@ def _quantised(
         decode=tensor.decode,
         floating=True,
         scales=scales,
-        raw=replace(tensor, floating=True),
+        raw=tensor if dtype == FP8 else replace(tensor, decode=plain(torch.uint8)),
         block=block,
         part_rows=part_rows,
         name=name,

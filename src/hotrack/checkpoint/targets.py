@@ -34,8 +34,9 @@ class Scales:
     """The scales of a parameter that stays quantised: a parameter of its own.
 
     name   of that parameter
-    param  float32 [..., ceil(rows / block[0]), ceil(columns / block[1])] for a weight [..., rows, columns]
-    block  (rows, columns) that share a scale
+    param  float32, or uint8 for E8M0 bytes, [..., ceil(rows / block[0]), ceil(columns / block[1])] for a
+           weight of [..., rows, columns] values
+    block  (rows, columns) that share a scale; (1, 32) for MXFP4
     """
 
     name: str
@@ -48,8 +49,9 @@ class LoadTarget:
     """A parameter (or a view into a planned region) and what fills it. The dtype of ``param`` decides: values
     are converted to it, and quantised ones dequantised.
 
-    With ``scales``, ``param`` is float8_e4m3fn and keeps (values, scales): as published when the checkpoint
-    has the same format, else quantised while it is read.
+    With ``scales``, ``param`` keeps quantised values: float8_e4m3fn for FP8, uint8 [..., rows, columns / 2]
+    for MXFP4. They and their scales are those published when the checkpoint has the same format, else they
+    are made while it is read.
     """
 
     param: Tensor

@@ -17,7 +17,13 @@ from hotrack.checkpoint.targets import LoadTarget, Scales, Source
 from hotrack.core.errors import CheckpointError, ConfigError
 from hotrack.distributed.tensor_parallel import TensorParallel
 from hotrack.hub.model import ResolvedModel
-from hotrack.kernels.reference.quant import dequantise_fp8, quantise_fp8
+from hotrack.kernels.reference.quant import (
+    decode_e8m0,
+    dequantise_fp8,
+    dequantise_mxfp4,
+    quantise_fp8,
+    quantise_mxfp4,
+)
 from hotrack.models.registry import build_model
 
 IDS = torch.randint(0, 512, (50,), generator=torch.Generator().manual_seed(5))
@@ -50,7 +56,7 @@ def logits(model):
 
 
 @pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mimo_v2"])
 def test_a_quantised_model_computes_what_its_dequantised_weights_do(family, options, tmp_path):
     values = write_quantised(tmp_path, family, **options)
     model = loaded(tmp_path)
@@ -179,6 +185,85 @@ def test_quantised_on_the_fly(options, block_elements, tmp_path, monkeypatch):
     expected, expected_scales = quantise_fp8(values[UP][64:], (64, 64))
     assert torch.equal(weight.view(torch.uint8), expected.view(torch.uint8))
     assert torch.equal(scales.param, expected_scales)
+
+
+def packed(rows, columns, *outer):
+    weight = torch.empty(*outer, rows, columns // 2, dtype=torch.uint8)
+    scales = torch.empty(*outer, rows, columns // 32, dtype=torch.uint8)
+    return weight, Scales("p_scales", scales, (1, 32))
+
+
+@pytest.mark.parametrize("scale", ["e8m0", "uint8"])
+def test_experts_kept_in_mxfp4(scale, tmp_path):
+    """Published bytes of the second half of the columns, and their E8M0 bytes."""
+    sizes = {"num_hidden_layers": 1, "moe_intermediate_size": 128}
+    values = write_quantised(tmp_path, "qwen3_moe", experts="mxfp4", scale=scale, **sizes)
+    stored = load_file(tmp_path / "model.safetensors")
+    weight, scales = packed(128, 64, 8)
+    names = [f"model.layers.0.mlp.experts.{e}.down_proj.weight" for e in range(8)]
+    sources = tuple(Source(n, (e,), (slice(None), slice(64, 128))) for e, n in enumerate(names))
+    with checkpoint(tmp_path) as ckpt:
+        load_weights(ckpt, {"p": LoadTarget(weight, sources, scales)}, is_elsewhere=lambda _: True)
+    for e, name in enumerate(names):
+        assert torch.equal(weight[e], stored[name][:, 32:])
+        found = dequantise_mxfp4(weight[e], decode_e8m0(scales.param[e]))
+        assert torch.equal(found, values[name][:, 64:])
+
+
+def test_fused_experts_and_signed_bytes_in_mxfp4(tmp_path):
+    """gate and up of an expert in one parameter; the file calls its bytes I8."""
+    write_quantised(tmp_path, "qwen3_moe", experts="mxfp4", scale="e8m0", num_hidden_layers=1)
+    stored = load_file(tmp_path / "model.safetensors")
+    names = [f"model.layers.0.mlp.experts.5.{part}_proj.weight" for part in ("gate", "up")]
+    signed = {name: stored[name].view(torch.int8) for name in names}
+    save_file(stored | signed, tmp_path / "model.safetensors")
+    weight, scales = packed(128, 128, 2)
+    sources = tuple(Source(n, (1, slice(64 * i, 64 * (i + 1)))) for i, n in enumerate(names))
+    with checkpoint(tmp_path) as ckpt:
+        assert torch.equal(ckpt.read(names[0], torch.float32)[0, :2], _first_pair(stored, names[0]))
+        load_weights(ckpt, {"p": LoadTarget(weight, sources, scales)}, is_elsewhere=lambda _: True)
+    assert torch.equal(weight[1], torch.cat([stored[name] for name in names]))
+
+
+def _first_pair(stored, name):
+    scales = decode_e8m0(stored[name.removesuffix(".weight") + ".scale"].view(torch.uint8))
+    return dequantise_mxfp4(stored[name], scales)[0, :2]
+
+
+def test_plain_weights_become_mxfp4(tmp_path):
+    values = write_quantised(tmp_path, "llama", num_hidden_layers=1)
+    weight, scales = packed(256, 128)
+    with checkpoint(tmp_path) as ckpt:
+        load_weights(ckpt, {"p": LoadTarget(weight, (Source(UP),), scales)}, is_elsewhere=lambda _: True)
+    expected, expected_scales = quantise_mxfp4(values[UP])
+    assert torch.equal(weight, expected)
+    assert torch.equal(decode_e8m0(scales.param), expected_scales)
+
+
+@pytest.mark.parametrize(("scale", "same"), [("e8m0", True), ("float32", False)])
+def test_fp8_with_powers_of_two(scale, same, tmp_path):
+    """Scales that are no powers of two do not fit a byte: those values are quantised anew."""
+    values = write_quantised(tmp_path, "llama", num_hidden_layers=1, scale=scale)
+    stored = load_file(tmp_path / "model.safetensors")
+    weight = torch.empty(256, 128, dtype=torch.float8_e4m3fn)
+    scales = Scales("p_scales", torch.empty(8, 2, dtype=torch.uint8), (32, 64))
+    with checkpoint(tmp_path) as ckpt:
+        load_weights(ckpt, {"p": LoadTarget(weight, (Source(UP),), scales)}, is_elsewhere=lambda _: True)
+    assert torch.equal(weight.view(torch.uint8), stored[UP].view(torch.uint8)) is same
+    found = dequantise_fp8(weight, decode_e8m0(scales.param), (32, 64))
+    if same:
+        assert torch.equal(found, values[UP])
+    else:
+        assert ((found - values[UP]).abs() <= values[UP].abs() / 16 + 1e-4).all()
+
+
+def test_half_a_group_cannot_stay_in_mxfp4(tmp_path):
+    write_quantised(tmp_path, "qwen3_moe", experts="mxfp4", scale="e8m0", num_hidden_layers=1)
+    weight, scales = packed(128, 32)
+    name = "model.layers.0.mlp.experts.0.down_proj.weight"
+    target = LoadTarget(weight, (Source(name, (), (slice(None), slice(16, 48))),), scales)
+    with checkpoint(tmp_path) as ckpt, pytest.raises(ConfigError, match="columns 16 to 48 of 64"):
+        load_weights(ckpt, {"p": target}, is_elsewhere=lambda _: True)
 
 
 @pytest.mark.parametrize(

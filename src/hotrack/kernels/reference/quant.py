@@ -72,7 +72,7 @@ def _block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
 def dequantise_mxfp4(packed: Tensor, scale: Tensor) -> Tensor:
     """packed uint8 [R, C / 2] (the even column in the low bits), scale float32 [R, C / 32] -> float32
     [R, C]"""
-    table = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)])
+    table = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], device=packed.device)
     codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2).int()  # [R, C]
     return (table[codes].view(*scale.shape, MXFP4_GROUP) * scale[..., None]).flatten(-2)
 
@@ -86,7 +86,7 @@ def quantise_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = groups.abs().amax(-1) / E2M1_MAX
     scale = power_of_two_above(torch.where(scale > 0, scale.clamp_min(2.0**-126), 1.0))
     scaled = (groups / scale[..., None]).flatten(-2)
-    midpoints = torch.tensor(E2M1_MIDPOINTS)
+    midpoints = torch.tensor(E2M1_MIDPOINTS, device=x.device)
     below = torch.bucketize(scaled.abs(), midpoints)
     above = torch.bucketize(scaled.abs(), midpoints, right=True)
     codes = torch.where(below % 2 == 0, below, above) + 8 * (scaled < 0)
