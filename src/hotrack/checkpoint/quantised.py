@@ -15,7 +15,13 @@ from torch import Tensor
 from hotrack.checkpoint.safetensors_format import plain
 from hotrack.checkpoint.stored import StoredTensor
 from hotrack.core.errors import CheckpointError
-from hotrack.kernels.reference.quant import MXFP4_GROUP, decode_e8m0, dequantise_mxfp4
+from hotrack.kernels.reference.quant import (
+    MXFP4_GROUP,
+    decode_e4m3,
+    decode_e8m0,
+    dequantise_mxfp4,
+    scale_columns,
+)
 from hotrack.modelspec.fields import shorten
 from hotrack.modelspec.spec import ModelSpec
 
@@ -47,8 +53,7 @@ class QuantisedTensor(StoredTensor):
         scales = self.read_scales(start, stop)  # [stop - start, column blocks]
         if self.dtype != FP8:
             return dequantise_mxfp4(packed.view(stop - start, -1), scales)
-        values = packed.view(torch.float8_e4m3fn).view(stop - start, self.shape[1]).float()
-        return values.mul_(scales.repeat_interleave(self.block[1], 1)[:, : self.shape[1]])
+        return scale_columns(decode_e4m3(packed).view(stop - start, -1), scales, self.block[1])
 
     def read_scales(self, start: int, stop: int) -> Tensor:
         """float32 [stop - start, column blocks], one line per row. CheckpointError for a scale that is not a

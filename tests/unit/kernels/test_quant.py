@@ -5,6 +5,8 @@ import torch
 
 from hotrack.kernels.reference.quant import (
     E2M1_VALUES,
+    decode_e2m1,
+    decode_e4m3,
     decode_e8m0,
     dequantise_fp8,
     dequantise_mxfp4,
@@ -29,6 +31,17 @@ def test_e8m0_bytes_come_back_and_torch_agrees():
     assert torch.equal(
         decode_e8m0(every.view(torch.float8_e8m0fnu)), every.view(torch.float8_e8m0fnu).float()
     )
+
+
+def test_every_e4m3_and_e2m1_code():
+    every = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    typed = every.view(torch.float8_e4m3fn)
+    expected = typed.float()
+    assert torch.equal(decode_e4m3(every).nan_to_num(999.0), expected.nan_to_num(999.0))
+    assert torch.equal(decode_e4m3(typed).signbit(), expected.signbit())
+    signed = [*E2M1_VALUES, *(-v for v in E2M1_VALUES)]
+    pairs = decode_e2m1(every[:, None])
+    assert pairs.tolist() == [[signed[byte % 16], signed[byte // 16]] for byte in range(256)]
 
 
 def test_power_of_two_above():
