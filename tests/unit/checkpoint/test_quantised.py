@@ -12,6 +12,7 @@ from fakes.quantised_checkpoints import write_quantised
 from fakes.thread_group import run_ranks
 from hotrack.checkpoint.load import load_weights
 from hotrack.checkpoint.open import open_checkpoint
+from hotrack.checkpoint.quantised import QuantisedTensor
 from hotrack.checkpoint.stored import TensorFile
 from hotrack.checkpoint.targets import LoadTarget, Scales, Source
 from hotrack.core.errors import CheckpointError, ConfigError
@@ -130,6 +131,33 @@ def test_a_share_reads_only_its_rows(tmp_path, monkeypatch):
         target = LoadTarget(torch.empty(64, 128), (Source(UP, (), (slice(64, 128),)),))
         load_weights(ckpt, {"p": target}, num_threads=1, is_elsewhere=lambda _: True)
     assert sum(reads) == 64 * 128 + 2 * 2 * 4  # a quarter of the values, two lines of two scales
+
+
+@pytest.mark.parametrize("experts", ["fp8", "mxfp4"])
+def test_a_share_of_columns_never_makes_the_whole_tensor(experts, tmp_path, monkeypatch):
+    """2 MiB of values come in runs of 256 Ki; only half of each run is kept."""
+    sizes = {"num_hidden_layers": 1, "hidden_size": 1024, "moe_intermediate_size": 2048, "num_experts": 2}
+    values = write_quantised(tmp_path, "qwen3_moe", experts=experts, scale="e8m0", block=(64, 64), **sizes)
+    name = "model.layers.0.mlp.experts.1.down_proj.weight"
+    reads, decoded = [], []
+    original, dequantise = TensorFile.read, QuantisedTensor._read_rows
+
+    def read(self, offset, nbytes):
+        reads.append(nbytes)
+        return original(self, offset, nbytes)
+
+    def read_rows(self, start, stop):
+        block = dequantise(self, start, stop)
+        decoded.append(block.numel())
+        return block
+
+    with checkpoint(tmp_path) as ckpt:
+        monkeypatch.setattr(TensorFile, "read", read)
+        monkeypatch.setattr(QuantisedTensor, "_read_rows", read_rows)
+        half = LoadTarget(torch.empty(1024, 1024), (Source(name, (), (slice(None), slice(1024, 2048))),))
+        load_weights(ckpt, {"p": half}, num_threads=1, is_elsewhere=lambda _: True)
+    assert torch.equal(half.param, values[name][:, 1024:])
+    assert max(reads) <= max(decoded) == 1 << 18
 
 
 def kept(rows, columns, block, *outer):

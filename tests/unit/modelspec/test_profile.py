@@ -1,6 +1,8 @@
 """What models take, from config.json alone, against what their publishers' files hold."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fakes.published_configs import (
     deepseek_v4_flash,
@@ -14,6 +16,7 @@ from hotrack.modelspec import bytes as arithmetic
 from hotrack.modelspec.load import profile_config
 from hotrack.modelspec.parse import parse_config
 from hotrack.modelspec.profile import CacheCost, Limit, Piece, Profile, Split
+from hotrack.plan.fit import fit_gpus, shares
 
 GIB = 1 << 30
 SERVED = {
@@ -190,6 +193,38 @@ def test_hostile_deepseek_v4_configs(change, message):
 def test_hostile_quantization_configs(quant, message):
     with pytest.raises(CheckpointError, match=message):
         parse_config(qwen3_30b_a3b() | {"quantization_config": quant})
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 2**40) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+PUBLISHED = [
+    deepseek_v4_flash(drafts="dspark"),
+    mimo_v2_flash(),
+    qwen3_next(fp8=True),
+    qwen3_30b_a3b(fp8=True),
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_a_field_that_says_anything_gives_numbers_or_an_error(data):
+    config = dict(data.draw(st.sampled_from(PUBLISHED)))
+    if data.draw(st.booleans()):
+        quant = config["quantization_config"]
+        changed = {data.draw(st.sampled_from(sorted(quant))): data.draw(ANYTHING)}
+        config["quantization_config"] = quant | changed
+    else:
+        config[data.draw(st.sampled_from(sorted(config)))] = data.draw(ANYTHING)
+    try:
+        found = profile_config(config)
+    except CheckpointError:
+        return
+    assert found.num_bytes > 0
+    assert shares(found, found.max_position_embeddings)
+    assert fit_gpus(found, [141 * GIB] * 3, 1000).weight_bytes > 0
 
 
 def test_quantisation_as_published():
