@@ -52,9 +52,9 @@ class FakeMember:
         self.damaged = not self.damaged
         return {}
 
-    def stats(self):
+    def stats(self, resident=True):
         return {
-            "rss_bytes": 1 << 20,
+            "rss_bytes": 1 << 20 if resident else None,
             "device_bytes": 100 if self.asleep else 100 + self.nbytes,
             "host_bytes": self.weights,
             "handles": {"handles": self.handles},

@@ -80,16 +80,20 @@ class Leak:
         return cls(what, values[0], values[-1], Slope.of(values), changes(values), exact=True)
 
     @classmethod
-    def growing(cls, what: str, values: Sequence[float], limit: float) -> "Leak":
-        """The slope counts from the second tenth on: at first the interpreter and libraries settle."""
-        settled = values[len(values) // 10 :]
+    def growing(cls, what: str, values: Sequence[float], limit: float, stride: int = 1) -> "Leak":
+        """``values``: read in every ``stride``-th cycle. The slope counts from the second tenth on: at first
+        the interpreter and libraries settle."""
+        settled = Slope.of(values[len(values) // 10 :])
+        per_cycle = Slope(settled.value / stride, settled.error / stride)
         judged = limit if len(values) >= JUDGED_CYCLES else None
-        return cls(what, values[0], values[-1], Slope.of(settled), changes(values), exact=False, limit=judged)
+        return cls(what, values[0], values[-1], per_cycle, changes(values), exact=False, limit=judged)
 
 
-def leaks(states: Sequence[dict[str, Any]], where: str) -> list[Leak]:
-    """From the ``stats`` answers of one place in the cycle. The resident set is noisy: its slope counts."""
-    found = [Leak.growing(f"RSS {where}", [state["rss_bytes"] for state in states], RSS_LIMIT_BYTES)]
+def leaks(states: Sequence[dict[str, Any]], where: str, stride: int = 1) -> list[Leak]:
+    """From the ``stats`` answers of one place in the cycle. The resident set, which only every ``stride``-th
+    has, is noisy: its slope counts."""
+    resident = [state["rss_bytes"] for state in states[::stride]]
+    found = [Leak.growing(f"RSS {where}", resident, RSS_LIMIT_BYTES, stride)]
     for key, name in (("device_bytes", "device bytes"), ("host_bytes", "host copy")):
         if all(state[key] is not None for state in states):
             found.append(Leak.of(f"{name} {where}", [state[key] for state in states]))

@@ -173,13 +173,14 @@ class SwapMember:
             data[data.numel() // 2] ^= 16
         return {}
 
-    def stats(self) -> dict[str, Any]:
-        """Everything that a cycle could leak, as the kernel and the driver tell it."""
+    def stats(self, *, resident: bool = True) -> dict[str, Any]:
+        """Everything that a cycle could leak, as the kernel and the driver tell it; the resident set, which
+        takes longest, on demand."""
         cuda = self.device.type == "cuda"
         pool = self._pool.handles() if self._pool is not None else {}
         graphs = {f"graph {name}": count for name, count in pool.items()}
         return {
-            "rss_bytes": exact_rss_bytes(),
+            "rss_bytes": exact_rss_bytes() if resident else None,
             "device_bytes": self.manager.device_bytes(),
             "host_bytes": self.manager.store_bytes,
             "handles": self.manager.handles() | graphs,

@@ -5,7 +5,7 @@ import ctypes
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -121,13 +121,15 @@ class Mover(Protocol):
 
 
 class ThreadedMover:
-    """The processor copies and compares, with ``num_threads`` threads."""
+    """The processor copies and compares, with ``num_threads`` threads. They stay: every thread that a process
+    ever had leaves some hundred bytes of libraries' bookkeeping behind."""
 
     asynchronous = False
 
     def __init__(self, make_store: Callable[[int], ChunkStore], num_threads: int) -> None:
         self._make_store = make_store
-        self._num_threads = num_threads
+        self._ahead = num_threads * _CHUNKS_PER_THREAD
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="hotrack-chunk")
 
     def make_store(self, region: Region) -> ChunkStore:
         return self._make_store(region.nbytes)
@@ -151,7 +153,7 @@ class ThreadedMover:
             except StoreError as error:
                 raise ChunkError(region, index, "saving", error) from error
 
-        for _ in _in_order(save, part.indices, self._num_threads):
+        for _ in _in_order(self._threads, save, part.indices, self._ahead):
             pass
 
     def restore(self, part: Part, store: HostStore, spent: Timings) -> Generator[list[str], None, None]:
@@ -174,7 +176,7 @@ class ThreadedMover:
             )
 
         waiting = deque(region.plan.placements)
-        for landed, took in _in_order(restore, part.indices, self._num_threads):
+        for landed, took in _in_order(self._threads, restore, part.indices, self._ahead):
             spent.add(took)
             names = []
             while waiting and waiting[0].end <= landed:
@@ -211,7 +213,7 @@ class ThreadedMover:
         pass
 
     def close(self) -> None:
-        pass
+        self._threads.shutdown()
 
 
 def _chunk_store(store: HostStore) -> ChunkStore:
@@ -280,20 +282,20 @@ def _chunks(parts: Iterable[Part]) -> Iterator[tuple[Region, int]]:
     return ((part.region, index) for part in parts for index in part.indices)
 
 
-def _in_order(work: Callable[[T], R], items: Iterable[T], num_threads: int) -> Iterator[R]:
-    """Results of ``work`` in the order of ``items``, at most a few items ahead of the consumer.
+def _in_order(
+    threads: ThreadPoolExecutor, work: Callable[[T], R], items: Iterable[T], ahead: int
+) -> Iterator[R]:
+    """Results of ``work`` in the order of ``items``, at most ``ahead`` items ahead of the consumer.
 
-    However it ends, no worker is running any more when it has ended.
+    However it ends, nothing is running any more when it has ended.
     """
     pending: deque[Future[R]] = deque()
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="hotrack-chunk") as pool:
-        try:
-            for item in items:
-                pending.append(pool.submit(work, item))
-                if len(pending) >= num_threads * _CHUNKS_PER_THREAD:
-                    yield pending.popleft().result()
-            while pending:
+    try:
+        for item in items:
+            pending.append(threads.submit(work, item))
+            if len(pending) >= ahead:
                 yield pending.popleft().result()
-        finally:
-            for future in pending:
-                future.cancel()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        wait([future for future in pending if not future.cancel()])

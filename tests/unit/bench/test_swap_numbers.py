@@ -40,6 +40,9 @@ def test_growth_is_judged_by_slope_after_settling():
     assert not Leak.growing("RSS", [4096.0 * cycle for cycle in range(60)], 1024.0).passed
     noise = [300_000.0 * (cycle % 7) + 2048.0 * cycle for cycle in range(60)]
     assert Leak.growing("RSS", noise, 1024.0).passed  # nobody could see that in 60 cycles
+    every_fourth = Leak.growing("RSS", [4096.0 * cycle for cycle in range(0, 240, 4)], 5000.0, stride=4)
+    assert every_fourth.per_cycle.value == pytest.approx(4096)
+    assert every_fourth.passed
     few = Leak.growing("RSS", [4096.0 * cycle for cycle in range(JUDGED_CYCLES - 1)], 1024.0)
     assert few.passed
     assert few.limit is None
