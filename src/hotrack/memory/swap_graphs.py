@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hotrack.memory.swap_contents import fingerprint
+
 _SIDE = 2048  # of the square matrices: 16 MiB as float32, so that a graph's memory counts
 
 
@@ -32,16 +34,15 @@ class SwapGraphs:
 
     def replay_is_identical(self) -> bool:
         """Replay with poisoned memory: nothing that an earlier run left behind can help."""
-        return all(
-            torch.equal(found, wanted) for found, wanted in zip(self._replay(), self._wanted, strict=True)
-        )
+        return self._replay() == self._wanted
 
-    def _replay(self) -> list[Tensor]:
+    def _replay(self) -> list[int]:
+        """Fingerprints of the results: taking those to the host would cost more than a small member's cycle."""
         results = []
         for graph, output in zip(self._graphs, self._outputs, strict=True):
             output.view(torch.uint8).fill_(0xFF)
             graph.replay()
-            results.append(output.cpu())
+            results.append(fingerprint(output))
         return results
 
 

@@ -141,6 +141,11 @@ def test_padding_and_tensors_across_chunks() -> None:
     memory.close()
 
 
+def test_no_wake_pulls_first(engine: CudaEngine) -> None:
+    """What a process pulls first waits for the compiler."""
+    assert "pulled" in {way for way, _ in engine.driver.copied}
+
+
 def test_the_first_fifth_of_a_wake_is_pulled(engine: CudaEngine) -> None:
     engine.memory.sleep(1)
     engine.driver.copied.clear()
