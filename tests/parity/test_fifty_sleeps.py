@@ -1,5 +1,5 @@
-"""Fifty sleeps of every family, by turns at levels 1 and 2: the tokens are those of an engine that never slept,
-and prefix hits are those of an engine that has just been built."""
+"""Fifty sleeps of every family, by turns at levels 1 and 2: the tokens are those of an engine that never
+slept, and prefix hits are those of an engine that has just been built."""
 
 from pathlib import Path
 

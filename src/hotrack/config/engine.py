@@ -24,6 +24,7 @@ class EngineConfig:
     ``load_format``: 'dummy' makes random weights for a config.json instead of reading a checkpoint.
     ``host_copy``: 'shared' keeps the weights' host copy in named shared memory, on a GPU, so that the next
     start of the same model need not read its files.
+    ``enforce_eager``: no CUDA graphs.
     ``block_size``: tokens per KV block. ``pipeline_depth``: steps planned ahead of the device (0 or 1).
     """
 
@@ -42,6 +43,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     enable_sleep_mode: bool = True
     host_copy: str = "private"
+    enforce_eager: bool = False
     pipeline_depth: int = 1
     num_threads: int | None = None
     seed: int = 0

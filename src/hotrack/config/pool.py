@@ -53,6 +53,7 @@ class EngineOptions:
         Size(), None, key="kv_cache_memory", doc="KV cache; wins over gpu_memory_utilization."
     )
     enable_prefix_caching: bool | None = option(Flag(), None, doc="Reuse KV of equal prompt beginnings.")
+    enforce_eager: bool | None = option(Flag(), None, doc="No CUDA graphs.")
     num_threads: int | None = option(Number(1), None, doc="CPU threads of one rank.")
     seed: int | None = option(
         Number(0), None, doc="Accepted for vLLM; requests bring their own seed, or get a random one."

@@ -23,6 +23,7 @@ from hotrack.distributed.tensor_parallel import TensorParallel
 from hotrack.engine.agree import min_over_ranks
 from hotrack.engine.core import EngineCore
 from hotrack.engine.device import device_worker, resolve_device, resolve_dtype
+from hotrack.engine.graphs import Capture, CudaCapture, graph_bytes
 from hotrack.engine.host_copy import fill, shared_copy
 from hotrack.engine.runner import ModelRunner
 from hotrack.engine.scheduler import Scheduler, SchedulerLimits
@@ -37,7 +38,7 @@ from hotrack.engine.transitions import Transitions
 from hotrack.hub.model import ResolvedModel
 from hotrack.hub.resolve import resolve
 from hotrack.kvcache.manager import KVCacheManager
-from hotrack.kvcache.spec import CacheGroup, group_layers
+from hotrack.kvcache.spec import CacheGroup, State, group_layers
 from hotrack.kvcache.tensors import KVTensors
 from hotrack.memory.manager import MemoryManager
 from hotrack.models.causal_lm import CausalLM
@@ -66,6 +67,7 @@ class BuiltEngine:
     def close(self) -> None:
         """End the engine and free the device; for a process that goes on. Nothing works afterwards."""
         if self.memory.device.type == "cuda":
+            self.core.runner.call(self.core.runner.forget_graphs)  # or they would hold on to their memory
             self.core.runner.call(self.memory.close)
             self.core.runner.call(torch.cuda.empty_cache)
         self.core.close()
@@ -185,6 +187,7 @@ def _build(
         device=device,
         tp=tp,
         worker=worker,
+        capture=_capture(config, groups, device, memory),
     )
     limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens, max_model_len, num_slots)
     core = EngineCore(
@@ -265,7 +268,22 @@ def _kv_budget(
     if device.type == "cpu":
         return cpu_kv_budget(config, weight_bytes), 0
     workspace_bytes = measure_workspace(model, groups, config, device)
+    if _has_graphs(config, groups):
+        workspace_bytes += graph_bytes(config.max_num_seqs, model.spec.vocab_size)
     return cuda_kv_budget(config, free_at_start, weight_bytes, workspace_bytes), workspace_bytes
+
+
+def _has_graphs(config: EngineConfig, groups: Sequence[CacheGroup]) -> bool:
+    """Padding rows write to the null block, and a row of states has no place for what nobody reads."""
+    return not config.enforce_eager and not any(isinstance(group.spec, State) for group in groups)
+
+
+def _capture(
+    config: EngineConfig, groups: Sequence[CacheGroup], device: torch.device, memory: MemoryManager
+) -> Capture | None:
+    if device.type != "cuda" or not _has_graphs(config, groups):
+        return None
+    return CudaCapture(device, memory.graph_pool if config.enable_sleep_mode else None)
 
 
 def _stage(progress: StageProgress | None, stage: str) -> Progress | None:

@@ -19,6 +19,7 @@ from hotrack.core.request import TokenLogprobs
 from hotrack.core.sampling import SamplingParams
 from hotrack.distributed.tensor_parallel import TensorParallel
 from hotrack.engine.device import device_worker
+from hotrack.engine.graphs import SAMPLED, Capture, DecodeGraphs, DecodeInputs, pad_decodes
 from hotrack.engine.sampler import LogprobsTensors, Sampler, compute_logprobs
 from hotrack.engine.sampling_batch import SamplingState
 from hotrack.engine.step import StepPlan, StepResult
@@ -84,6 +85,7 @@ class _Inputs:
     num_logprobs: dict[int, int]  # sampled row -> how many its request wants
     prompt_rows: list[_PromptRows]
     wait_for: WaitFor | None
+    decodes: DecodeInputs | None  # the same step for a captured graph, if one may run it
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,8 @@ class ModelRunner:
     Only rank 0 of ``tp`` samples; its tokens are broadcast on the device and are the same on every rank.
     The worker never waits for a GPU: it launches the next step while this one runs. ``wait_for``: while set,
     submitted steps call it with the names of the weights they are about to read (a streamed wake).
+    ``capture``: makes graphs of decode steps, see ``engine.graphs``; None: every step is launched kernel by
+    kernel.
     """
 
     def __init__(
@@ -152,6 +156,7 @@ class ModelRunner:
         device: torch.device,
         tp: TensorParallel | None = None,
         worker: ThreadPoolExecutor | None = None,
+        capture: Capture | None = None,
     ) -> None:
         self.model = model
         self.kv = kv
@@ -162,10 +167,22 @@ class ModelRunner:
         self.wait_for: WaitFor | None = None
         assert num_slots * max_model_len < 2**31, "places in the token table are uploaded as int32"
         self._uploader = make_uploader(device)
-        self._token_table = torch.zeros(num_slots * max_model_len, dtype=torch.int32, device=device)
+        # One place more than there are tokens: see engine.graphs.
+        self._token_table = torch.zeros(num_slots * max_model_len + 1, dtype=torch.int32, device=device)
         self._sampler = Sampler()
         self._sampling = SamplingState(num_slots, vocab_size, device)
         self._worker = worker or device_worker(device=device)
+        self.graphs: DecodeGraphs | None = None
+        if capture is not None:
+            self.graphs = DecodeGraphs(
+                model,
+                kv,
+                self._token_table,
+                max_num_seqs=num_slots,
+                max_model_len=max_model_len,
+                table_widths=[table.shape[1] for table in manager.tables],
+                capture=capture,
+            )
 
     def submit(self, plan: StepPlan) -> PendingStep:
         """Queue a step."""
@@ -174,6 +191,11 @@ class ModelRunner:
     def call(self, function: Callable[[], T]) -> T:
         """Run ``function`` on the worker, after every submitted step, and wait for it."""
         return self._worker.submit(function).result()
+
+    def forget_graphs(self) -> None:
+        """On the worker: give captured graphs up; decode steps are launched kernel by kernel from now on."""
+        if self.graphs is not None:
+            self.graphs.forget()
 
     def close(self) -> None:
         self._worker.shutdown()
@@ -194,6 +216,13 @@ class ModelRunner:
             positions = np.arange(query_start[-1]) + np.repeat(starts - query_start[:-1], counts)
         sampling = np.flatnonzero(plan.samples)
         sample_slots = slots[sampling]
+        token_index = token_slots * self.max_model_len + positions
+        sample_index = sample_slots * self.max_model_len + seq_lens[sampling]
+        tables = self.manager.step_tables(slots, token_slots, positions, int(seq_lens.max()))
+        decodes = None
+        if self._may_replay(plan, len(sampling)):
+            nowhere = len(self._token_table) - 1
+            decodes = pad_decodes(token_index, positions, sample_index, tables, nowhere)
         return _Inputs(
             admissions=[
                 _Admission(
@@ -206,16 +235,16 @@ class ModelRunner:
                 for seq in plan.admitted
             ],
             freed_slots=plan.freed_slots,
-            token_index=token_slots * self.max_model_len + positions,
+            token_index=token_index,
             positions=positions,
             query_start=query_start,
             counts=plan.counts,
             seq_lens=seq_lens.astype(np.int32),
-            tables=self.manager.step_tables(slots, token_slots, positions, int(seq_lens.max())),
+            tables=tables,
             num_decodes=plan.num_decodes,
             logits_rows=query_start[1:][sampling].astype(np.int64) - 1,
             sample_slots=sample_slots.tolist(),
-            sample_index=sample_slots * self.max_model_len + seq_lens[sampling],
+            sample_index=sample_index,
             num_logprobs={
                 row: wanted
                 for row, index in enumerate(sampling.tolist())
@@ -223,17 +252,28 @@ class ModelRunner:
             },
             prompt_rows=_prompt_rows(plan, query_start),
             wait_for=self.wait_for,
+            decodes=decodes,
+        )
+
+    def _may_replay(self, plan: StepPlan, num_sampling: int) -> bool:
+        """A graph knows one new token per sequence, each of which samples, and no weight that is still on its
+        way."""
+        return (
+            self.graphs is not None
+            and self.graphs.enabled
+            and self.wait_for is None
+            and plan.num_decodes == len(plan.slots) == num_sampling
+            and not any(seq.wants_prompt_logprobs for seq in plan.sequences)
         )
 
     # ---- device side (worker thread)
 
     @torch.inference_mode()
     def _execute(self, inputs: _Inputs) -> _Launched:
+        if inputs.decodes is not None and (launched := self._replay(inputs, inputs.decodes)) is not None:
+            return launched
         device = self._upload(inputs)
-        for slot in inputs.freed_slots:
-            self._sampling.remove(slot)
-        for admission, prompt in zip(inputs.admissions, device.admitted, strict=True):
-            self._admit(admission, prompt)
+        self._take_over(inputs, device.admitted)
         hidden = self.model.forward(self._batch(device, inputs), self.kv)
         if inputs.wait_for is not None:
             inputs.wait_for(self.model.stages.head)
@@ -249,6 +289,34 @@ class ModelRunner:
             self._token_table[device.sample_index] = sampled.clamp_min(0)
             tokens = to_host(sampled)
         return _Launched(Landed(self.device), tokens, logprobs, inputs.num_logprobs, prompt_logprobs)
+
+    def _replay(self, inputs: _Inputs, decodes: DecodeInputs) -> _Launched | None:
+        """The step as one graph, None if there is none for it. Rows that are not simply greedy are sampled
+        from the graph's logits."""
+        assert self.graphs is not None, "see _may_replay"
+        if not self.graphs.prepare(decodes.size):
+            return None
+        arrays: list[Numbers] = [decodes.small, *decodes.tables]
+        arrays += [admission.tokens for admission in inputs.admissions]
+        small, *rest = self._uploader.upload(arrays)
+        self._take_over(inputs, rest[len(decodes.tables) :])
+        logits, tokens = self.graphs.replay(small, rest[: len(decodes.tables)])
+        count, logprobs = decodes.num_seqs, None
+        if self._sampling.is_plain(inputs.sample_slots):
+            sampled = tokens[:count]
+            self._sampling.append(inputs.sample_slots, sampled)
+        else:
+            sampled, logprobs = self._sample(logits[:count], inputs)
+            self._token_table[small[SAMPLED, :count]] = sampled.clamp_min(0)
+        host = to_host(sampled)
+        return _Launched(Landed(self.device), host, logprobs, inputs.num_logprobs, {})
+
+    def _take_over(self, inputs: _Inputs, prompts: Sequence[Tensor]) -> None:
+        """Slots that end, then those that begin."""
+        for slot in inputs.freed_slots:
+            self._sampling.remove(slot)
+        for admission, prompt in zip(inputs.admissions, prompts, strict=True):
+            self._admit(admission, prompt)
 
     def _upload(self, inputs: _Inputs) -> _Uploaded:
         """Everything at once."""

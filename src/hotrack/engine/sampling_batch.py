@@ -215,6 +215,16 @@ class SamplingState:
         one = torch.ones((), dtype=torch.int32, device=self.device)
         self._output_counts.index_put_((rows, tokens), one, accumulate=True)
 
+    def is_plain(self, slots: Sequence[int]) -> bool:
+        """Whether all of them want the most likely token, of logits as they are, and nothing else."""
+        index = np.asarray(slots, np.int64)
+        return not (
+            (self._temperature[index] > 0).any()
+            or (self._num_logprobs[index] >= 0).any()
+            or (self._count_row[index] >= 0).any()
+            or any(slot in self._bias or slot in self._stop_ids for slot in slots)
+        )
+
     def select(self, slots: Sequence[int]) -> SamplingBatch:
         """The batch whose row i samples the next token of ``slots[i]``."""
         index = np.asarray(slots, np.int64)

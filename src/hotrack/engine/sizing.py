@@ -13,7 +13,6 @@ from hotrack.engine.agree import min_over_ranks
 from hotrack.engine.sampler import Sampler
 from hotrack.engine.sampling_batch import SamplingState
 from hotrack.kernels.cuda_ops.attention import GATHER_TOKENS
-from hotrack.kvcache.holdings import check_supported
 from hotrack.kvcache.spec import CacheGroup, Paged, State
 from hotrack.kvcache.split import split_blocks
 from hotrack.kvcache.tensors import KVTensors
@@ -39,8 +38,6 @@ def size_kv_cache(
         ConfigError: the model was not trained for such a context.
         InsufficientMemoryError: one full context does not fit.
     """
-    for group in groups:
-        check_supported(group)
     wanted = wanted_model_len(config, spec)
     tokens_per_block = groups[0].tokens_per_block
     counts = split_blocks(
@@ -86,7 +83,7 @@ def cpu_kv_budget(config: EngineConfig, weight_bytes: int) -> int:
 
 
 def cuda_kv_budget(config: EngineConfig, free_at_start: int, weight_bytes: int, workspace_bytes: int) -> int:
-    """What is left of a GPU's free bytes for KV."""
+    """What is left of a GPU's free bytes for KV. ``workspace_bytes``: of the largest step and of graphs."""
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes
     share = GPU_SHARE if config.gpu_memory_utilization is None else config.gpu_memory_utilization

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrack.core.errors import CheckpointError
 from hotrack.kvcache.block_pool import NULL_BLOCK, BlockPool
 from hotrack.kvcache.prefix_cache import PrefixCache
-from hotrack.kvcache.spec import CacheGroup, Paged, State, Window
+from hotrack.kvcache.spec import CacheGroup, OpenGroup, Paged, State, Window
 
 Int64Array = NDArray[np.int64]
 # Per step: int32 [S, n] tables and int64 [T or S] places, see layers.batch.GroupTables.
@@ -90,6 +89,7 @@ class PagedHoldings(Holdings):
 
     def __init__(self, group: CacheGroup, num_blocks: int, num_slots: int, width: int) -> None:
         super().__init__(group, num_blocks, num_slots, width)
+        self.ratio = group.spec.ratio if isinstance(group.spec, Paged) else 1
         self.held = [0] * num_slots  # entries of each slot's table row
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -139,6 +139,8 @@ class PagedHoldings(Holdings):
     ) -> StepTables:
         block, offset = np.divmod(positions, self.block_tokens)
         places = self.table[token_slots, block].astype(np.int64) * self.block_tokens + offset
+        if self.ratio > 1:  # a block has block_tokens / ratio entries, each made by the last of its tokens
+            places = np.where((positions + 1) % self.ratio == 0, places // self.ratio, -1)
         return self.table[slots, : self.blocks_for(longest)], places
 
     def _blocks(self, slot: int) -> list[int]:
@@ -226,28 +228,15 @@ def window_blocks(spec: Window, block_tokens: int, step_tokens: int) -> int:
 def hold(
     group: CacheGroup, num_blocks: int, num_slots: int, width: int, max_step_tokens: int, snapshots: bool
 ) -> Holdings:
-    """The holdings of the group's kind. ``snapshots``: of states, for the prefix cache.
-
-    Raises:
-        CheckpointError: kernels for this kind are missing.
-    """
+    """The holdings of the group's kind. ``snapshots``: of states, for the prefix cache."""
     spec = group.spec
+    if isinstance(spec, OpenGroup):
+        return OpenGroupHoldings(group, spec, num_blocks, num_slots, snapshots)
     if isinstance(spec, State):
         return StateHoldings(group, num_blocks, num_slots, snapshots)
     if isinstance(spec, Window):
         return WindowHoldings(group, spec, num_blocks, num_slots, width, max_step_tokens)
-    check_supported(group)
     return PagedHoldings(group, num_blocks, num_slots, width)
-
-
-def check_supported(group: CacheGroup) -> None:
-    """Raises CheckpointError when the group's cache kind is not served yet."""
-    if isinstance(group.spec, Paged) and group.spec.ratio != 1:
-        raise CheckpointError(
-            f"layers {group.layers} need cache kind {group.spec}; this version keeps one entry per token, "
-            "the last ones of a window, or a state. Use a model without compressed attention.",
-            code="unsupported_cache_kind",
-        )
 
 
 class StateHoldings(Holdings):
@@ -259,7 +248,7 @@ class StateHoldings(Holdings):
 
     def __init__(self, group: CacheGroup, num_blocks: int, num_slots: int, snapshots: bool) -> None:
         super().__init__(group, num_blocks, num_slots, 2)
-        self._snapshots = snapshots
+        self.snapshots = snapshots
         self._slots: dict[int, _State] = {}
 
     def longest_hit(self, hashes: Sequence[bytes], count: int) -> int:
@@ -290,7 +279,7 @@ class StateHoldings(Holdings):
         self.pool.release(state.read)
         state.read = []
         read = write = state.row
-        snapshot = self._snapshots and computed % self.block_tokens == 0 and self.pool.num_free > 0
+        snapshot = self.snapshots and self._at_end(computed) and self.pool.num_free > 0
         if read == NULL_BLOCK or state.shared or num_drafts or snapshot:
             (write,) = self.pool.allocate(1)
             if read != NULL_BLOCK:
@@ -300,9 +289,13 @@ class StateHoldings(Holdings):
         state.row, state.position, state.shared = write, num_tokens, False
         self.table[slot] = read, write
 
+    def _at_end(self, position: int) -> bool:
+        """Whether a block ends there."""
+        return position > 0 and position % self.block_tokens == 0
+
     def _set_aside(self, state: "_State", row: int) -> None:
         """``row`` is read once more, and if it is at a block's end, kept until it can be named."""
-        if not self._snapshots or state.shared or state.position % self.block_tokens:
+        if not self.snapshots or state.shared or not self._at_end(state.position):
             state.read.append(row)
         else:
             state.unnamed.append((state.position, row, state.chunk))
@@ -365,6 +358,36 @@ class StateHoldings(Holdings):
             return []
         rows = [*state.read, *(row for _, row, _ in state.unnamed)]
         return rows if state.row == NULL_BLOCK else [*rows, state.row]
+
+
+class OpenGroupHoldings(StateHoldings):
+    """Rings of rows, written in place. Where groups do not overlap, a sequence that starts at a block's end
+    starts with an empty one, and there are no snapshots."""
+
+    def __init__(
+        self, group: CacheGroup, spec: OpenGroup, num_blocks: int, num_slots: int, snapshots: bool
+    ) -> None:
+        super().__init__(group, num_blocks, num_slots, snapshots and spec.overlap)
+        self.overlap, self.slack = spec.overlap, spec.slack
+
+    def longest_hit(self, hashes: Sequence[bytes], count: int) -> int:
+        return super().longest_hit(hashes, count) if self.overlap else count
+
+    def hit_blocks(self, hashes: Sequence[bytes], count: int) -> tuple[int, ...]:
+        return super().hit_blocks(hashes, count) if self.overlap else ()
+
+    def short(self, slot: int, num_tokens: int, computed: int, num_drafts: int) -> int:  # noqa: ARG002
+        return super().short(slot, num_tokens, computed, 0)
+
+    def grow(self, slot: int, num_tokens: int, computed: int, num_drafts: int) -> None:
+        assert num_drafts <= self.slack, f"{num_drafts=} {self.slack=}"
+        super().grow(slot, num_tokens, computed, 0)
+
+    def rewind(self, slot: int, num_tokens: int) -> int:
+        state = self._slots[slot]
+        assert 0 <= state.position - num_tokens <= self.slack + 1, f"{state.position=} {num_tokens=}"
+        state.position = num_tokens
+        return num_tokens
 
 
 class _State:

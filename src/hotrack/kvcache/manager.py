@@ -35,9 +35,6 @@ class KVCacheManager:
 
     num_blocks       of each group; one number: the same for all
     max_step_tokens  most new tokens of a sequence in one step (None: a whole context)
-
-    Raises:
-        CheckpointError: a layer needs a cache kind that is not served yet.
     """
 
     def __init__(
@@ -63,7 +60,7 @@ class KVCacheManager:
             g.pool for g, group in zip(self._groups, groups, strict=True) if isinstance(group.spec, Paged)
         ]
         self.capacity_blocks = min((pool.capacity for pool in growing), default=width)
-        self.keeps_states = enable_prefix_caching and any(isinstance(g, StateHoldings) for g in self._groups)
+        self.keeps_states = any(isinstance(g, StateHoldings) and g.snapshots for g in self._groups)
         self._named = [0] * num_slots
         self._caching = enable_prefix_caching
         self._salt = salt
@@ -149,7 +146,10 @@ class KVCacheManager:
         not. Returns the position that the next step starts from: ``num_tokens``, or, where a state cannot be
         taken back token by token, that of the last step.
         """
-        return min(group.rewind(slot, num_tokens) for group in self._groups)
+        start = min(group.rewind(slot, num_tokens) for group in self._groups)
+        for group in self._groups:
+            group.rewind(slot, start)  # one that could have gone on later follows
+        return start
 
     def can_name(self, slot: int, num_tokens: int) -> bool:
         """Whether :meth:`name_blocks` has something to do for ``slot`` with ``num_tokens`` known tokens."""

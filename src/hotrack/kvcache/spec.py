@@ -14,6 +14,8 @@ kind                    what a sequence holds                       where a pref
 ``Window(window)``      blocks of its last ``window`` + ``slack``   the blocks of the last ``window - 1``
                         tokens; older ones are freed                tokens before it are there
 ``State``               one row, rewritten by every step            the state at exactly n * P is there
+``OpenGroup(ratio)``    one row: what tokens of the group of      anywhere; with ``overlap`` as ``State``,
+                        ``ratio`` that is not full yet left         for the group before it counts
 ``Alias(layer)``        nothing: reads ``layer``'s entries          wherever ``layer`` has one
 ======================  ==========================================  =====================================
 
@@ -32,9 +34,16 @@ later sequence with the same prefix reads that row in its first step and writes 
 a prompt's last chunk but one end at the last multiple of P of the prompt, so that there is a snapshot to
 find.
 
+**Open groups.** A layer that makes one :class:`Paged` entry of every ``ratio`` tokens keeps what it needs of
+the tokens since the last entry in an ``OpenGroup``: a ring of rows, one per token, at ``position %
+capacity``. It is addressed like a state, and written in place; P is a multiple of ``ratio``, so at a block's
+end the group is empty, and there is nothing to keep for a prefix hit unless groups overlap. In a group of
+``Paged(ratio)``, ``slot_mapping`` has a place for each token that completes an entry and -1 for the others.
+
 **Drafts.** ``KVCacheManager.rewind`` forgets up to ``num_drafts`` tokens at the end of a sequence. Paged
-entries are simply written again; a window keeps ``slack`` tokens more than it shows; of a state the row
-before the step is kept until its drafts are decided, and the next step starts from there.
+entries are simply written again; a window keeps ``slack`` tokens more than it shows; a ring has
+``slack`` rows more than it needs; of a state the row before the step is kept until its drafts are decided,
+and the next step starts from there.
 """
 
 import math
@@ -117,6 +126,22 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
+class OpenGroup(State):
+    """A state with one tensor, a ring of rows [capacity, width] for the tokens of an unfinished group (and,
+    with ``overlap``, of the group before it), see :func:`open_group`."""
+
+    ratio: int
+    overlap: bool
+    slack: int
+
+
+def open_group(ratio: int, width: int, dtype: str, *, overlap: bool = False, slack: int = 0) -> OpenGroup:
+    """A ring with room for ``slack`` drafts beyond one group of ``ratio`` tokens, or two that overlap."""
+    capacity = ratio * (2 if overlap else 1) + slack
+    return OpenGroup((StateTensor((capacity, width), dtype),), ratio, overlap, slack)
+
+
+@dataclass(frozen=True, slots=True)
 class Alias:
     """Reads the entries of ``layer``, an earlier layer, and writes none."""
 
@@ -163,13 +188,13 @@ def group_layers(layer_specs: Sequence[CacheSpec], block_size: int) -> tuple[Cac
             by_spec.setdefault(spec, []).append(layer)
     groups = []
     for stored, layers in by_spec.items():
-        ratio = stored.ratio if isinstance(stored, Paged) else 1
+        ratio = stored.ratio if isinstance(stored, Paged | OpenGroup) else 1
         if block_size % ratio:
             raise CheckpointError(
                 f"layers {layers} keep one entry per {ratio} tokens, which does not divide a block of "
                 f"{block_size} tokens; choose --block-size as a multiple of {ratio}"
             )
-        entries = block_size // ratio
+        entries = block_size // ratio if isinstance(stored, Paged) else block_size
         size = stored.slice_bytes if isinstance(stored, State) else _aligned(stored.entry_bytes * entries)
         offsets = tuple(i * size for i in range(len(layers)))
         groups.append(CacheGroup(stored, tuple(layers), entries, size * len(layers), offsets))

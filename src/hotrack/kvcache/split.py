@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from hotrack.kvcache.holdings import window_blocks
-from hotrack.kvcache.spec import CacheGroup, Paged, State
+from hotrack.kvcache.spec import CacheGroup, OpenGroup, Paged, State
 
 
 def split_blocks(
@@ -37,6 +37,8 @@ def _fixed_blocks(group: CacheGroup, seqs: int, context: int, step_tokens: int) 
     spec, alone = group.spec, seqs == 0
     if isinstance(spec, Paged):
         return 0
+    if isinstance(spec, OpenGroup) and not spec.overlap:
+        return 1 + max(1, 2 * seqs)
     if isinstance(spec, State):
         # Next to the state it writes, a sequence may have one that it reads and a snapshot.
         return 1 + 3 if alone else 1 + 4 * seqs

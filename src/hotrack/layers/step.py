@@ -8,7 +8,7 @@ from torch import Tensor
 from hotrack.kernels.base import AttentionPlan, Ops
 from hotrack.kernels.paged import HeadShape, PagedBatch
 from hotrack.kernels.recurrent import StatePlan
-from hotrack.kvcache.spec import State, Window
+from hotrack.kvcache.spec import CacheGroup, Paged, State, Window
 from hotrack.kvcache.tensors import KVTensors
 from hotrack.layers.batch import ForwardBatch, GroupTables
 
@@ -30,10 +30,10 @@ class Step:
 def plan_attention(
     batch: ForwardBatch, kv: KVTensors, heads: Mapping[int, HeadShape], ops: Ops
 ) -> dict[int, AttentionPlan]:
-    """One plan per cache group of keys and values. ``heads``: of each layer that has them."""
+    """One plan per cache group of a key and a value per token. ``heads``: of each layer that has them."""
     plans = {}
     for index, (group, tables) in enumerate(zip(kv.groups, batch.groups, strict=True)):
-        if isinstance(group.spec, State):
+        if isinstance(group.spec, State) or _ratio(group) != 1:
             continue
         paged = PagedBatch(
             tables.block_tables,
@@ -49,6 +49,10 @@ def plan_attention(
         )
         plans[index] = ops.plan_attention(paged, heads[group.layers[0]], kv.dtype)
     return plans
+
+
+def _ratio(group: CacheGroup) -> int:
+    return group.spec.ratio if isinstance(group.spec, Paged) else 1
 
 
 def plan_states(batch: ForwardBatch, kv: KVTensors) -> dict[int, StatePlan]:

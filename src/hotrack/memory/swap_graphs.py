@@ -37,7 +37,7 @@ class SwapGraphs:
         return self._replay() == self._wanted
 
     def _replay(self) -> list[int]:
-        """Fingerprints of the results: taking those to the host would cost more than a small member's cycle."""
+        """Fingerprints: the results themselves would take longer to the host than a small member's cycle."""
         results = []
         for graph, output in zip(self._graphs, self._outputs, strict=True):
             output.view(torch.uint8).fill_(0xFF)

@@ -14,7 +14,6 @@ from hotrack.core.errors import ConfigError
 
 # vLLM's flags that have no meaning here; naming them saves a search.
 _NOT_NEEDED = {
-    "--enforce-eager": "there is nothing to switch off",
     "--trust-remote-code": "model code from checkpoints is never run",
     "--swap-space": "sleeping keeps weights on the host by itself",
     "--disable-log-requests": "requests are not logged",
@@ -157,6 +156,9 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--num-threads", type=int, metavar="N", help="CPU threads of one rank")
     group.add_argument(
         "--enable-prefix-caching", action=toggle, help="reuse the KV of equal prompt beginnings"
+    )
+    group.add_argument(
+        "--enforce-eager", action=toggle, help="launch every kernel; no CUDA graphs of decode steps"
     )
     group.add_argument(
         "--enable-sleep-mode", action=toggle, help="answer /sleep; keeps a host copy of the weights"

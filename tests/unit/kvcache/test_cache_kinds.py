@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 
 from hotrack.core.errors import CheckpointError
 from hotrack.kvcache.manager import KVCacheManager
-from hotrack.kvcache.spec import Alias, CacheGroup, Paged, State, StateTensor, Window, group_layers
+from hotrack.kvcache.spec import (
+    Alias,
+    CacheGroup,
+    OpenGroup,
+    Paged,
+    State,
+    StateTensor,
+    Window,
+    group_layers,
+    open_group,
+)
 from hotrack.kvcache.split import split_blocks
 from hotrack.kvcache.tensors import KVTensors
 
@@ -20,7 +30,18 @@ P = 4  # tokens per block
 PAGED = Paged(1, 2, 2, 2)
 WINDOW = Window(window=6, num_heads=1, k_dim=2, v_dim=4, dtype_bytes=2, slack=3)
 STATE = State((StateTensor((3, 5), "bfloat16"), StateTensor((2, 4, 4), "float32")))
-KINDS = {"paged": [PAGED], "window": [PAGED, WINDOW], "state": [STATE, PAGED], "all": [WINDOW, STATE, PAGED]}
+HALF = Paged(1, 2, 2, 2, ratio=2)
+RING = open_group(2, 6, "float32", slack=3)
+OVERLAPPING = open_group(2, 6, "float32", overlap=True, slack=3)
+KINDS = {
+    "paged": [PAGED],
+    "window": [PAGED, WINDOW],
+    "state": [STATE, PAGED],
+    "compressed": [HALF, RING, WINDOW],
+    "overlap": [HALF, RING, OVERLAPPING],
+    "all": [OVERLAPPING, STATE, PAGED, HALF, RING, WINDOW],
+}
+Work = list[tuple[int, int, int, int]]  # slot, start, end, drafts
 
 
 @dataclass
@@ -60,7 +81,7 @@ class Device:
         self.running[slot] = Running(prompt, hit.num_tokens, hashes)
         self.hits += hit.num_tokens > 0
 
-    def plan(self, slots: list[int]) -> list[tuple[int, int, int, int]]:
+    def plan(self, slots: list[int]) -> Work:
         """(slot, start, end, drafts) of one step."""
         work = []
         for slot in slots:
@@ -84,14 +105,14 @@ class Device:
         seq = self.running[slot]
         self.kv.name_blocks(slot, np.array(seq.tokens[:known], np.int32), seq.hashes)
 
-    def run(self, work: list[tuple[int, int, int, int]]) -> None:
+    def run(self, work: Work) -> None:
         for index, group in enumerate(self.groups):
             if isinstance(group.spec, State):
-                self.run_states(index, work)
+                self.run_states(index, group.spec, work)
             else:
                 self.run_blocks(index, group, work)
 
-    def run_states(self, index: int, work: list[tuple[int, int, int, int]]) -> None:
+    def run_states(self, index: int, spec: State, work: Work) -> None:
         table = self.kv.tables[index]
         for slot, _, _, _ in work:
             others = {int(table[other, 1]) for other, _, _, _ in work if other != slot}
@@ -100,13 +121,40 @@ class Device:
         for slot, start, end, _ in work:
             read, write = table[slot].tolist()
             assert write != 0
-            assert (read == 0) == (start == 0)
             tokens = tuple(self.running[slot].tokens)
+            if isinstance(spec, OpenGroup):
+                assert read or start == 0 or (start % P == 0 and not spec.overlap)
+                self.run_ring(spec, index, (read, write), tokens, (start, end))
+                continue
+            assert (read == 0) == (start == 0)
             if read:
                 assert self.rows[index, read] == tokens[:start]
             self.rows[index, write] = tokens[:end]
 
-    def run_blocks(self, index: int, group: CacheGroup, work: list[tuple[int, int, int, int]]) -> None:
+    def run_ring(
+        self,
+        spec: OpenGroup,
+        index: int,
+        rows: tuple[int, int],
+        tokens: tuple[int, ...],
+        span: tuple[int, int],
+    ) -> None:
+        """``rows[index, row]``: at each place of the ring the tokens up to the one that wrote it."""
+        capacity, start = spec.tensors[0].shape[0], span[0]
+        ring = list(self.rows.get((index, rows[0]), ())) if rows[0] else []
+        ring += [()] * (capacity - len(ring))
+        group = start // spec.ratio * spec.ratio
+        first = max(0, group - (spec.ratio if spec.overlap else 0))
+        for position in range(first, start):
+            assert ring[position % capacity] == tokens[: position + 1]
+        for position in range(*span):
+            ring[position % capacity] = tokens[: position + 1]
+        self.rows[index, rows[1]] = tuple(ring)
+
+    def run_blocks(self, index: int, group: CacheGroup, work: Work) -> None:
+        if isinstance(group.spec, Paged) and group.spec.ratio > 1:
+            self.run_entries(index, group.spec.ratio, work)
+            return
         table = self.kv.tables[index]
 
         def place(slot: int, position: int) -> tuple[int, int]:
@@ -124,7 +172,23 @@ class Device:
                 for key in range(max(0, first), position + 1):
                     assert self.places[place(slot, key)] == tokens[: key + 1]
 
-    def accept(self, work: list[tuple[int, int, int, int]]) -> None:
+    def run_entries(self, index: int, ratio: int, work: Work) -> None:
+        """An entry is made by the last of its tokens; a token sees those that are whole."""
+        for reads in (False, True):
+            for slot, start, end, _ in work:
+                tokens, positions = tuple(self.running[slot].tokens), np.arange(start, end)
+                slots = np.full(len(positions), slot)
+                table, places = self.kv.step_tables(np.array([slot]), slots, positions, end)[index]
+                for position, place in zip(positions.tolist(), places.tolist(), strict=True):
+                    if not reads and place >= 0:
+                        assert (position + 1) % ratio == 0
+                        self.places[index, place] = tokens[: position + 1]
+                    for entry in range((position + 1) // ratio if reads else 0):
+                        block, offset = divmod(entry, P // ratio)
+                        found = self.places[index, int(table[0, block]) * (P // ratio) + offset]
+                        assert found == tokens[: (entry + 1) * ratio]
+
+    def accept(self, work: Work) -> None:
         for slot, start, end, drafts in work:
             seq = self.running[slot]
             if drafts:

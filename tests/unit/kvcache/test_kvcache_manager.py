@@ -1,11 +1,9 @@
 """KVCacheManager: prefix hits, the full-hit rule, all-or-nothing growth, conservation of blocks."""
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotrack.core.errors import CheckpointError
 from hotrack.kvcache.manager import KVCacheManager
 from hotrack.kvcache.prefix_cache import extend_hashes
 from hotrack.kvcache.spec import Paged, group_layers
@@ -80,11 +78,6 @@ def test_caching_off_never_hits() -> None:
     kv = manager(enable_prefix_caching=False)
     fill(kv, 0, np.arange(8, dtype=np.int32))
     assert kv.lookup(np.arange(9, dtype=np.int32), []).num_tokens == 0
-
-
-def test_unserved_kind_is_refused_by_name() -> None:
-    with pytest.raises(CheckpointError, match="ratio=4"):
-        manager(specs=[PAGED, Paged(1, 2, 2, 2, ratio=4)])
 
 
 SEQUENCES = st.lists(st.integers(0, 1), min_size=1, max_size=16).map(lambda v: np.array(v, np.int32))
