@@ -3,11 +3,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest -m "not gpu and not multigpu and not slow and not peer"
+# One thread per worker: two that use all cores each are slower than either.
+PARALLEL := -n auto --maxprocesses 8 --dist loadfile
+unit parity: export OMP_NUM_THREADS = 1
 # pip takes the CPU wheel of the pinned torch where one is offered, else the CUDA build.
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test unit check e2e bench fmt clean
+.PHONY: help setup setup-dev demo test unit parity check e2e bench fmt clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -32,14 +36,16 @@ setup-dev: $(VENV)/.installed-dev ## the same plus the development tools
 demo: setup ## two real models take turns on this machine (KEEP=1 leaves the server up)
 	$(BIN)/hotrack demo $(if $(KEEP),--keep)
 
-test: setup-dev ## the full CPU test suite
-	$(BIN)/python -m pytest tests/unit tests/parity tests/e2e -m "not gpu and not multigpu and not slow and not peer"
+test: unit parity e2e ## the full CPU test suite
 
 unit: setup-dev ## the unit tests only (about a minute)
-	$(BIN)/python -m pytest tests/unit -m "not gpu and not slow and not peer"
+	$(PYTEST) $(PARALLEL) tests/unit
+
+parity: setup-dev ## whole models against transformers, fast paths against plain ones
+	$(PYTEST) $(PARALLEL) tests/parity
 
 e2e: setup-dev ## real processes on loopback
-	$(BIN)/python -m pytest tests/e2e -m "not gpu and not slow and not peer"
+	$(PYTEST) tests/e2e
 
 check: setup-dev ## lint, types, import contracts, spelling
 	$(BIN)/ruff check src tests tools

@@ -16,6 +16,8 @@ from hotrack.plan.ledger import DeviceBudget
 from hotrack.pool.policy import PoolPolicy
 from hotrack.pool.pool import Pool
 
+pytestmark = pytest.mark.e2e
+
 SIZE = 96
 
 
