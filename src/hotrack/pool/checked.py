@@ -33,6 +33,10 @@ class CanaryMismatchError(WakeError):
     code = "canary_mismatch"
 
 
+class NoAnswerError(MemberFailedError):
+    """It did not answer within the deadline: who knows what its process does."""
+
+
 class CheckedMember:
     """One member with what was learnt about it: its first residue, and its answers when it was new.
 
@@ -164,7 +168,8 @@ class CheckedMember:
         if held is not None and limit is not None and held > limit + self.spec.tolerance_bytes:
             raise InsufficientMemoryError(
                 f"{self.spec.name} holds {format_bytes(held)} awake, its configuration allows "
-                f"{format_bytes(limit)} plus {format_bytes(self.spec.tolerance_bytes)} tolerance"
+                f"{format_bytes(limit)} plus {format_bytes(self.spec.tolerance_bytes)} tolerance: write "
+                f"`awake: {-(-held // MIB)}MiB` under its `memory`, or make it smaller"
             )
         return result, held
 
@@ -270,14 +275,14 @@ class CheckedMember:
         return await self._within(self.spec.deadlines.probe_s, self.member.is_sleeping(), "is_sleeping")
 
     async def _within(self, seconds: float, work: Awaitable[T], what: str) -> T:
-        """The result of ``work``, or MemberFailedError after ``seconds`` of the pool's clock."""
+        """The result of ``work``, or NoAnswerError after ``seconds`` of the pool's clock."""
         task = asyncio.ensure_future(work)
         alarm = asyncio.ensure_future(self._clock.sleep(seconds))
         try:
             await asyncio.wait((task, alarm), return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
-            raise MemberFailedError(f"{self.spec.name}: {what} gave no answer within {seconds:g} s")
+            raise NoAnswerError(f"{self.spec.name}: {what} gave no answer within {seconds:g} s")
         finally:
             task.cancel()
             alarm.cancel()

@@ -70,14 +70,18 @@ def too_late(entry: Entry, request: Request, *, now: float, wait_s: float) -> De
     return DeadlineExceededError(waited, retry_after_s=wait_s)
 
 
-def unfit(
-    name: str, verdict: Verdict, entries: Iterable[Entry], policy: PoolPolicy
-) -> InsufficientMemoryError:
-    """The sum that does not work out, and who is to blame for it."""
-    blame = "".join(
+def blame(entries: Iterable[Entry]) -> str:
+    """Who may hold memory that nobody can use, to end a message with."""
+    return "".join(
         f"; {entry.name} is {entry.state} and may still hold memory: {entry.last_error}"
         for entry in entries
         if entry.holds and entry.state in (_S.FAILED, _S.QUARANTINED)
     )
-    message = f"{name} cannot be awake: {verdict.arithmetic}{blame}"
+
+
+def unfit(
+    name: str, verdict: Verdict, entries: Iterable[Entry], policy: PoolPolicy
+) -> InsufficientMemoryError:
+    """The sum that does not work out, and who is to blame for it."""
+    message = f"{name} cannot be awake: {verdict.arithmetic}{blame(entries)}"
     return InsufficientMemoryError(message, retry_after_s=policy.max_backoff_s)

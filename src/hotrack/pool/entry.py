@@ -10,12 +10,13 @@ from hotrack.core.lifecycle import MemberState, check_member_move
 from hotrack.members.member import Member
 from hotrack.pool.events import SwapRecord
 from hotrack.pool.policy import PoolPolicy
-from hotrack.pool.request import Request
+from hotrack.pool.request import Request, RequestState
 from hotrack.pool.scheduler import DOWN_STATES, MemberView
 from hotrack.pool.status import MemberStatus
 
 GUESS_S = {"wake": 2.0, "sleep": 1.0, "start": 30.0}  # until measured
 HISTORY = 9
+FAILED_STATES = frozenset({MemberState.FAILED, MemberState.QUARANTINED})
 COLD = DOWN_STATES | {MemberState.STARTING}
 
 
@@ -95,6 +96,15 @@ class Entry:
         self.last_error = error.message
         self.retry_at = now + policy.backoff_after(self.num_failures)
 
+    def new_process_next(self, policy: PoolPolicy) -> bool:
+        """After one more failure: the process that failed so often gets one successor, then quarantine."""
+        return self.num_failures + 1 >= max(1, policy.max_failures - 1)
+
+    @property
+    def remains(self) -> bool:
+        """A failed process of ours that may still hold memory."""
+        return self.holds and bool(self.spec.command) and self.state in FAILED_STATES
+
     def typical_s(self, kind: str) -> float:
         return median(self.times[kind]) if self.times[kind] else GUESS_S[kind]
 
@@ -106,6 +116,15 @@ class Entry:
         """Expected seconds until ready, for a member that is down or will be asleep by then."""
         cold = self.state in COLD or self.spec.sleep_level is None
         return self.typical_s("start" if cold else "wake")
+
+    def expected_s(self, now: float) -> float:
+        """Seconds until it could be ready, once others have left the device."""
+        return max(0.0, self.retry_at - now) + (0.0 if self.state is MemberState.READY else self.swap_in_s)
+
+    def end_leases(self) -> None:
+        for lease in self.leases:
+            lease.state = RequestState.ENDED
+        self.leases.clear()
 
     def view(self) -> MemberView:
         queue = self.queue

@@ -25,6 +25,11 @@ class Cause(StrEnum):
     OPERATOR = "operator"
 
 
+FOR_WAITERS = frozenset(
+    {Cause.REQUEST, Cause.QUANTUM, Cause.MAX_WAIT, Cause.PRIORITY, Cause.DEADLINE, Cause.OPERATOR}
+)
+
+
 @dataclass(frozen=True, slots=True)
 class StateChanged:
     """One row of the state machine. ``time`` in seconds of the pool's clock, like every event's."""

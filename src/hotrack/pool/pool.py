@@ -196,7 +196,8 @@ class Pool:
         try:
             await self._command("boot", spec.name)
         except HotrackError as error:
-            log.error("%s did not start: %s", spec.name, error.message)
+            told = any(error.message == row.last_error for row in self.status() if row.name == spec.name)
+            log.error("%s did not start: %s", spec.name, error.code if told else error.message)
 
     def _command(self, kind: str, name: str) -> Awaitable[None]:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -27,10 +27,11 @@ from hotrack.obs.log import get_logger
 from hotrack.plan.ledger import Verdict
 from hotrack.pool.capacity import Capacity
 from hotrack.pool.command import Command, switch_for
-from hotrack.pool.door import quarantined, too_late, unfit, why_not_queue
+from hotrack.pool.door import blame, quarantined, too_late, unfit, why_not_queue
 from hotrack.pool.effects import Effects
 from hotrack.pool.entry import Entry
 from hotrack.pool.events import (
+    FOR_WAITERS,
     CanaryRan,
     Cause,
     FirstByte,
@@ -51,9 +52,6 @@ from hotrack.pool.transitions import Outcome
 
 log = get_logger(__name__)
 _S = MemberState
-FOR_WAITERS = frozenset(
-    {Cause.REQUEST, Cause.QUANTUM, Cause.MAX_WAIT, Cause.PRIORITY, Cause.DEADLINE, Cause.OPERATOR}
-)
 MAX_MISSED_PROBES = 3
 CLOSING = "the pool is shutting down"
 WORKING = frozenset({_S.READY, _S.DRAINING, _S.ASLEEP})
@@ -78,14 +76,14 @@ class RunLoop:
         self._switch: Switch | None = None  # draining, or running
         self._command: Command | None = None  # the one the switch is for
         self._record: SwapRecord | None = None
-        self._running = False
+        self._running = self._closing = False
         self._switch_since = 0.0
         self._drain_until = inf
         self._cut_at = inf
         self._restore: str | None = None
+        self._told: list[str] = []  # reasons of moves since the last switch began
         self._contended = False  # somebody waits or moves: no fast path
         self.num_swaps = 0
-        self._closing = False
 
     @property
     def capacity(self) -> Capacity:
@@ -142,13 +140,10 @@ class RunLoop:
         entry, now = self._entries[member], self._clock.now()
         if entry.state is _S.READY and not self._contended:
             return 0.0
-        estimate = max(0.0, entry.retry_at - now)
-        if entry.state is not _S.READY:
-            estimate += entry.swap_in_s
         if self._switch is not None and self._switch.target == member:
-            return max(0.0, estimate - (now - self._switch_since))
+            return max(0.0, entry.expected_s(now) - (now - self._switch_since))
         awake = [e for e in self._entries.values() if e.state is _S.READY and e is not entry]
-        return estimate + sum(e.typical_s("sleep") for e in awake)
+        return entry.expected_s(now) + sum(e.typical_s("sleep") for e in awake)
 
     # --- operator
 
@@ -159,9 +154,8 @@ class RunLoop:
     def on_pardon(self, name: str) -> None:
         """An operator wants a failed or quarantined member tried again, now."""
         entry = self._entries[name]
-        entry.num_failures, entry.retry_at = 0, -inf
+        entry.num_failures, entry.retry_at, holds = 0, -inf, entry.holds
         if entry.state is _S.QUARANTINED:
-            holds = entry.holds
             self.moved(name, _S.STOPPED, "pardoned by the operator")
             entry.holds = holds  # a pardon frees no memory
 
@@ -230,7 +224,8 @@ class RunLoop:
         error = outcome.error
         if error is not None:
             record.result, record.error = error.code, error.message
-            log.warning("swap %d to %s failed: %s", record.number, switch.target, error.message)
+            why = error.code if any(error.message in reason for reason in self._told) else error.message
+            log.warning("swap %d to %s failed: %s", record.number, switch.target or "nobody", why)
         if switch.target is not None and not outcome.victim_failed:
             self._target_done(self._entries[switch.target], switch, record, error)
         self._effects.publish(SwapDone(self._clock.now(), record))
@@ -256,8 +251,10 @@ class RunLoop:
         if entry.state is _S.ASLEEP:  # rolled back; a failed one was struck when it failed
             entry.strike(error, now, self._policy)
         wait_s = max(0.0, entry.retry_at - now) + entry.swap_in_s
-        kind = InsufficientMemoryError if isinstance(error, InsufficientMemoryError) else WakeFailedError
-        self._refuse_waiters(entry, lambda: kind(error.message, retry_after_s=wait_s))
+        full = isinstance(error, InsufficientMemoryError)
+        message = error.message + (blame(self._entries.values()) if full else "")
+        kind = InsufficientMemoryError if full else WakeFailedError
+        self._refuse_waiters(entry, lambda: kind(message, retry_after_s=wait_s))
         asleep = [name for name in switch.victims if self._entries[name].state is _S.ASLEEP]
         self._restore = asleep[0] if asleep and switch.cause in FOR_WAITERS else None
 
@@ -279,26 +276,33 @@ class RunLoop:
             entry.num_cycles += 1
         if old is _S.VERIFYING:
             self.close_early(name, passed=new is _S.READY)
+        self._told.append(reason)
         log.info("%s: %s -> %s%s", name, old, new, f" ({reason})" if reason else "")
         self._effects.publish(StateChanged(self._clock.now(), name, old, new, reason))
 
     def failed(self, name: str, error: HotrackError, *, holds: bool | None, hopeless: bool = False) -> None:
         entry = self._entries[name]
         self.close_early(name)
-        for lease in entry.leases:  # their connections broke with the process
-            lease.state = RequestState.ENDED
-        entry.leases.clear()
+        entry.end_leases()  # their connections broke with the process
         entry.holds = entry.holds if holds is None else holds
         entry.memory_bytes = entry.memory_bytes if entry.holds else None
         entry.strike(error, self._clock.now(), self._policy)
         entry.last_failed_swap = self._record.number if self._record else 0
         if entry.state not in DOWN_STATES:
             self.moved(name, _S.FAILED, error.message)
-        if entry.state is not _S.FAILED:
-            return
         given_up = entry.num_failures >= self._policy.max_failures and entry.spec.url is None
-        if hopeless or given_up:  # an external engine may come back whenever its owner likes
-            self.moved(name, _S.QUARANTINED, f"{entry.num_failures} failures in a row")
+        if entry.state is _S.FAILED and (hopeless or given_up):  # an external engine may come back any time
+            reason = "it would fail again" if hopeless else f"{entry.num_failures} failures in a row"
+            self.moved(name, _S.QUARANTINED, reason)
+
+    def freed(self, name: str) -> None:
+        self._entries[name].holds, self._entries[name].memory_bytes = False, None
+
+    def remains(self) -> list[str]:
+        return [entry.name for entry in self._entries.values() if entry.remains]
+
+    def new_process_next(self, name: str) -> bool:
+        return self._entries[name].new_process_next(self._policy)
 
     def measured(self, name: str, kind: str, num_bytes: int | None) -> None:
         if num_bytes is not None:
@@ -408,7 +412,7 @@ class RunLoop:
         self._record = SwapRecord(
             self.num_swaps, now, switch.cause, switch.target, switch.victims, switch.request_id
         )
-        self._cut_at = inf
+        self._cut_at, self._told = inf, []
         reason = f"{switch.cause} of {switch.target}" if switch.target else str(switch.cause)
         drain_s = 0.0
         for name in switch.victims:
@@ -418,9 +422,7 @@ class RunLoop:
         self._drain_until = now + drain_s
 
     def _drain(self, switch: Switch, now: float) -> float:
-        """Launch the transition when its victims are idle or cut, or give up when nobody wants it any
-        more.
-        """
+        """Launch the transition when its victims are idle or cut; give up when nobody wants it any more."""
         assert self._record is not None
         victims = [self._entries[name] for name in switch.victims]
         if switch.cause in FOR_WAITERS and switch.target and not self._entries[switch.target].queue:
@@ -437,9 +439,7 @@ class RunLoop:
         if busy and now < self._cut_at:
             return self._cut_at
         for entry in busy:
-            for lease in entry.leases:
-                lease.state = RequestState.ENDED
-            entry.leases.clear()
+            entry.end_leases()
         self._record.drain_ms = (now - self._switch_since) * 1e3
         self._running = True
         self._effects.run(switch, self._record, abort=self._cut_at != inf)

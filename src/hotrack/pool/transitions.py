@@ -4,6 +4,7 @@ One switch runs at a time per device group. States change only through the ``Sin
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,8 +14,8 @@ from hotrack.core.lifecycle import MemberState, SleepMode
 from hotrack.members.reconcile import Found
 from hotrack.obs.log import get_logger
 from hotrack.plan.ledger import MIB, Verdict
-from hotrack.pool.checked import CanaryMismatchError, CheckedMember
-from hotrack.pool.events import SwapRecord
+from hotrack.pool.checked import CanaryMismatchError, CheckedMember, NoAnswerError
+from hotrack.pool.events import Cause, SwapRecord
 from hotrack.pool.scheduler import Switch
 
 log = get_logger(__name__)
@@ -33,6 +34,18 @@ class Sink(Protocol):
     def failed(self, name: str, error: HotrackError, *, holds: bool | None, hopeless: bool = False) -> None:
         """``holds``: it may still hold memory, because its process could not be ended (None: as before).
         ``hopeless``: no automatic remedy is left."""
+        ...
+
+    def freed(self, name: str) -> None:
+        """A failed member's process has ended, and all it held went with it."""
+        ...
+
+    def remains(self) -> list[str]:
+        """Failed members of ours whose processes may still hold memory."""
+        ...
+
+    def new_process_next(self, name: str) -> bool:
+        """After one more failure to wake, is another try of the same process a waste?"""
         ...
 
     def measured(self, name: str, kind: str, num_bytes: int | None) -> None:
@@ -101,12 +114,15 @@ class Transitions:
     async def _run(self, switch: Switch, record: SwapRecord, mode: SleepMode) -> Outcome:
         try:
             for victim in switch.victims:
-                if switch.stop:
+                if switch.stop and switch.cause is Cause.PROBE:
+                    await self._bury(victim)
+                elif switch.stop:
                     await self._unload(victim)
                 elif victim in switch.cold:
                     await self._unload(victim, f"even asleep it would leave no room for {switch.target}")
                 elif self.sink.state(victim) is _S.DRAINING:  # it may have died meanwhile
                     await self._suspend(victim, mode, record, as_victim=True, room_for=switch.target)
+            await self._bury_all()
             await self._end_heavy_sleepers(switch)
             await self._deepen(switch.target)
         except HotrackError as error:
@@ -120,6 +136,22 @@ class Transitions:
         except HotrackError as error:
             return Outcome(error)
         return Outcome()
+
+    async def _bury_all(self) -> None:
+        """Who waits must not pay for a member that failed: what its process still holds goes now. One that
+        cannot be ended is in the sum, and named there."""
+        for name in self.sink.remains():
+            with suppress(HotrackError):
+                await self._bury(name)
+
+    async def _bury(self, name: str) -> None:
+        """End the process of a failed member, which stays failed or quarantined."""
+        try:
+            await self.members[name].stop()
+        except HotrackError as error:
+            self.sink.failed(name, error, holds=True)
+            raise
+        self.sink.freed(name)
 
     async def _end_heavy_sleepers(self, switch: Switch) -> None:
         """Victims that kept more than the sum allows end as processes: the target gets its turn, and they
@@ -238,7 +270,8 @@ class Transitions:
                 # A new process is the new truth; an engine that we did not restart is not.
                 await self._verify(name, record, compare=member.external)
             except HotrackError as error:
-                await self._fail(name, error)
+                too_large = isinstance(error, InsufficientMemoryError) and not member.external
+                await self._fail(name, error, hopeless=too_large)  # the next start would be no smaller
                 raise
             self.sink.timed(name, "start", self.clock.now() - began)
 
@@ -302,17 +335,25 @@ class Transitions:
         try:
             await member.wake(streamed=streamed)
         except HotrackError as error:
-            if await member.put_back():
-                self.sink.moved(name, _S.ASLEEP, f"wake rolled back: {error.message}")
+            failure = WakeError(f"{name} did not wake: {error.message}")
+            if self._worth_keeping(name, error) and await member.put_back():
+                self.sink.moved(name, _S.ASLEEP, f"rolled back: {failure.message}")
                 self.sink.seen(name, member.asleep_bytes)
             else:
-                await self._fail(name, error)
-            raise WakeError(f"{name} did not wake: {error.message}") from error
+                await self._fail(name, failure)
+            raise failure from error
         finally:
             record.wake_ms += (self.clock.now() - began) * 1e3
         self.sink.moved(name, _S.VERIFYING)
         if streamed:
             self.sink.open_early(name)
+
+    def _worth_keeping(self, name: str, error: HotrackError) -> bool:
+        """May this process be woken again? Not one that gave no answer, whatever it says of its sleep, or
+        failed before; that the device is full is not its fault."""
+        if self.members[name].external or isinstance(error, InsufficientMemoryError):
+            return True
+        return not (isinstance(error, NoAnswerError) or self.sink.new_process_next(name))
 
     async def _start(self, name: str, record: SwapRecord) -> None:
         """STARTING -> VERIFYING once healthy; on failure FAILED, and raises MemberFailedError."""
@@ -345,7 +386,8 @@ class Transitions:
             record.canary, held = await self.members[name].verify(compare=compare)
         except HotrackError as error:
             record.canary = "mismatch" if isinstance(error, CanaryMismatchError) else "error"
-            self.sink.canary(name, record.canary, error.message)
+            if not isinstance(error, InsufficientMemoryError):  # it answered well, and is too large
+                self.sink.canary(name, record.canary, error.message)
             raise
         finally:
             record.verify_ms += (self.clock.now() - began) * 1e3

@@ -1,6 +1,7 @@
 """Acceptance cases of the rotation pool, on virtual time with fake members."""
 
 import asyncio
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -238,7 +239,7 @@ def test_a11_the_peer_waits_for_the_measured_release() -> None:
 
 def test_a12_a_failed_wake_rolls_back_and_restores_the_previous_member() -> None:
     async def main() -> None:
-        async with Rig(policy=QUIET) as rig:
+        async with Rig(policy=replace(QUIET, max_failures=9)) as rig:
             await rig.request("a")
             rig["b"].faults["wake"], rig["b"].sticky = ["error"], True
             answer = await rig.request("b")
