@@ -10,7 +10,7 @@ from hotrack.config import env
 from hotrack.kernels.base import AttentionPlan, Ops
 from hotrack.kernels.cpu_ops.ops import CpuOps
 from hotrack.kernels.cuda_ops.ops import CudaOps
-from hotrack.kernels.native.compiler import NativeUnavailableError
+from hotrack.kernels.native.compiler import NativeUnavailableError, NotThisMachineError
 from hotrack.kernels.native.cpu import NativeOps, library
 
 __all__ = ["AttentionPlan", "Ops", "select_ops"]
@@ -28,7 +28,8 @@ def select_ops(device: torch.device, dtype: torch.dtype = torch.float32) -> Ops:
         try:
             return NativeOps(library(), torch.get_num_threads())
         except NativeUnavailableError as error:
-            _log.info("torch's own CPU kernels are used: %s", error)
+            level = logging.INFO if isinstance(error, NotThisMachineError) else logging.WARNING
+            _log.log(level, "torch's own CPU kernels are used: %s", error)
     return CpuOps()
 
 

@@ -1,6 +1,5 @@
 """The compiled CPU kernels against their torch twins in float32."""
 
-import os
 import subprocess
 import sys
 import threading
@@ -10,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hotrack.kernels.native import compiler
+from hotrack.kernels.native import compiler, cpu
 from hotrack.kernels.native.compiler import NativeUnavailableError, build_library
 from hotrack.kernels.native.cpu import NativeOps, NativePlan, library
 from hotrack.kernels.ops import Ops, select_ops
@@ -208,46 +207,38 @@ def test_selected_for_bf16_only(ops: NativeOps, monkeypatch: pytest.MonkeyPatch)
     assert not isinstance(select_ops(cpu, BF16), NativeOps)
 
 
-class TestCompiler:
-    @pytest.fixture
-    def source(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-        monkeypatch.setenv("HOTRACK_CACHE", str(tmp_path / "cache"))
-        monkeypatch.delenv("CC", raising=False)
-        file = tmp_path / "answer.c"
-        file.write_text("int answer(void) { return 42; }\n")
-        return file
+def test_exp_at_its_limits(ops: NativeOps) -> None:
+    inf = torch.inf
+    some = [-inf, -1e30, -200.0, -104.0, -87.5, -20.0, -0.0, 1e-9, 1.0, 20.0, 88.5, 89.0, 200.0, 1e30, inf]
+    x = torch.tensor([*some, torch.nan, *torch.linspace(-87, 88, 240).tolist()])
+    out = torch.empty_like(x)
+    ops.native.exp(x.data_ptr(), out.data_ptr(), len(x))
+    wanted = x.exp()
+    assert torch.equal(out.isnan(), wanted.isnan())
+    assert torch.equal(out.isinf(), wanted.isinf())
+    torch.testing.assert_close(out, wanted, rtol=3e-7, atol=2e-38, equal_nan=True)
 
-    def test_built_once(self, source: Path) -> None:
-        try:
-            library = build_library(source)
-        except NativeUnavailableError as error:
-            pytest.skip(str(error))
-        before = library.stat().st_mtime_ns
-        assert build_library(source) == library
-        assert library.stat().st_mtime_ns == before
-        assert [p.name for p in library.parent.iterdir()] == [library.name]
-        source.write_text("int answer(void) { return 43; }\n")
-        assert build_library(source) != library
 
-    def test_refusals_name_the_reason(self, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        if not any(map(compiler.shutil.which, ("cc", "gcc", "clang"))):
-            pytest.skip("no compiler")
-        source.write_text("this is not C\n")
-        with pytest.raises(NativeUnavailableError, match=r"cannot build answer\.c"):
-            build_library(source)
-        folder = source.parent / "cache" / "native"
-        assert list(folder.iterdir()) == []
-        folder.chmod(0o777)
-        with pytest.raises(NativeUnavailableError, match="only its owner"):
-            build_library(source)
-        monkeypatch.setenv("PATH", str(source.parent))
-        with pytest.raises(NativeUnavailableError, match="no C compiler"):
-            build_library(source)
+def test_a_library_without_a_function_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if not any(map(compiler.shutil.which, ("cc", "gcc", "clang"))):
+        pytest.skip("no compiler")
+    monkeypatch.setenv("HOTRACK_CACHE", str(tmp_path))
+    (tmp_path / "other.c").write_text("int answer(void) { return 42; }\n")
+    monkeypatch.setattr(cpu, "_cpu_flags", lambda: sorted(cpu._NEEDED))
+    other = build_library(tmp_path / "other.c")
+    monkeypatch.setattr(cpu, "build_library", lambda *_: other)
+    with pytest.raises(NativeUnavailableError, match="has no function hotrack_linear"):
+        cpu.Library()
 
-    def test_a_file_where_the_folder_should_be(self, source: Path) -> None:
-        if not any(map(compiler.shutil.which, ("cc", "gcc", "clang"))):
-            pytest.skip("no compiler")
-        os.makedirs(source.parent / "cache")
-        (source.parent / "cache" / "native").write_text("x")
-        with pytest.raises(NativeUnavailableError):
-            build_library(source)
+
+def test_a_cache_that_fails_is_told_and_the_twin_is_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse() -> None:
+        raise NativeUnavailableError("no room")
+
+    monkeypatch.setattr("hotrack.kernels.ops.library", refuse)
+    assert not isinstance(select_ops(torch.device("cpu"), BF16), NativeOps)
+    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
+        ("WARNING", "torch's own CPU kernels are used: no room")
+    ]

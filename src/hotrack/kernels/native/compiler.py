@@ -9,74 +9,115 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hotrack.config import env
 
 _TIMEOUT_S = 120.0
+_PARTIAL = ".tmp"
 
 
 class NativeUnavailableError(Exception):
     """The library cannot be built or loaded here; the text says why. Its twin must be used."""
 
 
+class NotThisMachineError(NativeUnavailableError):
+    """Nothing is wrong: the twin is what this machine's processor runs best, or all it runs."""
+
+
 def build_library(source: Path, flags: Sequence[str] = ()) -> Path:
-    """Path of the library made from one C file. Concurrent builders are fine: the last rename wins.
+    """Path of the library made from one C file and the headers beside it. Its name holds a digest of its
+    contents, which are read before they are trusted: a damaged file is built again. Concurrent builders are
+    fine, the last rename wins.
 
     Raises:
-        NativeUnavailableError: no compiler, the compiler refused, or the cache is not ours alone.
+        NativeUnavailableError: no compiler, the compiler refused, or the cache cannot be used or is not ours
+            alone.
     """
     compiler = _compiler()
-    text = source.read_bytes()
     command = [*compiler, "-std=c11", "-D_GNU_SOURCE", "-O3", "-fPIC", "-shared", *flags]
-    key = hashlib.sha256(repr((platform.machine(), platform.libc_ver(), command)).encode() + text)
-    folder = _private_folder(env.cache_dir() / "native")
-    library = folder / f"{source.stem}-{key.hexdigest()[:24]}.so"
-    if not library.exists():
-        _compile(command, source, library)
-    return library
+    key = hashlib.sha256(repr((platform.machine(), platform.libc_ver(), command)).encode())
+    folder = env.cache_dir() / "native"
+    try:
+        for part in (source, *sorted(source.parent.glob("*.h"))):
+            key.update(part.read_bytes())
+        _make_private(folder)
+        prefix = f"{source.stem}-{key.hexdigest()[:24]}-"
+        return _find(folder, prefix) or _compile(command, source, folder, prefix)
+    except OSError as error:
+        reason = f"{error.filename or folder}: {error.strerror or error}"
+        raise NativeUnavailableError(f"{reason}; set HOTRACK_CACHE to a folder with room") from error
 
 
 def _compiler() -> list[str]:
     for name in filter(None, (env.c_compiler(), "cc", "gcc", "clang")):
-        words = shlex.split(name)
+        try:
+            words = shlex.split(name)
+        except ValueError as error:
+            raise NativeUnavailableError(f"CC is {name!r}: {error}") from error
         if words and shutil.which(words[0]):
             return words
     raise NativeUnavailableError("no C compiler found; install gcc or clang, or set CC")
 
 
-def _private_folder(folder: Path) -> Path:
+def _make_private(folder: Path) -> None:
     """What is loaded from here runs with our rights, so nobody else may write to it."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.lstat()
-    except OSError as error:
-        raise NativeUnavailableError(f"cannot use {folder}: {error.strerror}") from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not _is_ours(folder, stat.S_ISDIR):
         raise NativeUnavailableError(
             f"{folder} must be a folder that only its owner, this user, can write to"
         )
-    return folder
 
 
-def _compile(command: Sequence[str], source: Path, library: Path) -> None:
-    fd, name = tempfile.mkstemp(prefix=library.stem, suffix=".tmp", dir=library.parent)
-    os.close(fd)
+def _is_ours(path: Path, is_kind: Callable[[int], bool]) -> bool:
+    found = path.lstat()
+    return is_kind(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+
+
+def _find(folder: Path, prefix: str) -> Path | None:
+    """A whole library of that name. What is damaged, or was left by a builder that was killed, is removed."""
+    found = None
+    for path in sorted(folder.glob(f"{prefix}*")):
+        with contextlib.suppress(FileNotFoundError):  # another process tidies up, too
+            if path.suffix == _PARTIAL:
+                if time.time() - path.lstat().st_mtime > _TIMEOUT_S:
+                    path.unlink()
+            elif _is_ours(path, stat.S_ISREG) and path.name == _name(prefix, path):
+                found = path
+            else:
+                path.unlink()
+    return found
+
+
+def _name(prefix: str, library: Path) -> str:
+    return f"{prefix}{hashlib.sha256(library.read_bytes()).hexdigest()[:24]}.so"
+
+
+def _compile(command: Sequence[str], source: Path, folder: Path, prefix: str) -> Path:
+    fd, name = tempfile.mkstemp(prefix=prefix, suffix=_PARTIAL, dir=folder)
+    built = Path(name)
     try:
         result = subprocess.run(
             [*command, "-o", name, str(source), "-lpthread", "-ldl", "-lm"],
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             timeout=_TIMEOUT_S,
             check=False,
         )
         if result.returncode != 0:
             lines = result.stderr.strip().splitlines() or [f"exit status {result.returncode}"]
             raise NativeUnavailableError(f"{command[0]} cannot build {source.name}: {lines[0]}")
-        os.replace(name, library)
-    except (OSError, subprocess.TimeoutExpired) as error:
+        with built.open("rb") as file:
+            os.fsync(file.fileno())
+        library = folder / _name(prefix, built)
+        built.chmod(0o700)
+        built.replace(library)
+        return library
+    except subprocess.TimeoutExpired as error:
         raise NativeUnavailableError(f"{command[0]} cannot build {source.name}: {error}") from error
     finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
+        os.close(fd)
+        built.unlink(missing_ok=True)

@@ -8,13 +8,14 @@ a thread that loses its core for a moment does not hold up the others.
 import ctypes
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hotrack.kernels.base import AttentionPlan
 from hotrack.kernels.cpu_ops.ops import CpuOps
-from hotrack.kernels.native.compiler import NativeUnavailableError, build_library
+from hotrack.kernels.native.compiler import NativeUnavailableError, NotThisMachineError, build_library
 from hotrack.kernels.paged import HeadShape, LayerKV, PagedBatch
 from hotrack.kernels.reference.linear import GateUpKernel, LinearKernel
 from hotrack.kernels.reference.norm import NormKernel
@@ -46,9 +47,9 @@ class Library:
     def __init__(self) -> None:
         flags = set(_cpu_flags())
         if missing := sorted(_NEEDED - flags):
-            raise NativeUnavailableError(f"this CPU lacks {', '.join(missing)}")
+            raise NotThisMachineError(f"this CPU lacks {', '.join(missing)}")
         if _BETTER in flags:
-            raise NativeUnavailableError("this CPU has AMX, which oneDNN uses better")
+            raise NotThisMachineError("this CPU has AMX, which oneDNN uses better")
         path = str(build_library(Path(__file__).with_name("cpu_bf16.c"), _FLAGS))
         try:
             held, released = ctypes.PyDLL(path), ctypes.CDLL(path)
@@ -70,8 +71,9 @@ class Library:
                 ("rotate_and_cache", rotate),
                 ("paged_attention", attend),
                 ("pack", (pointer, number, number, ctypes.c_int, pointer)),
+                ("exp", (pointer, pointer, number)),
             ):
-                function = getattr(library, f"hotrack_{name}")
+                function = _function(library, f"hotrack_{name}")
                 function.argtypes, function.restype = types, None
         self.linear, self.long_linear = held.hotrack_linear, released.hotrack_linear
         self.rms_norm = held.hotrack_rms_norm
@@ -79,7 +81,15 @@ class Library:
         self.paged_attention = held.hotrack_paged_attention
         self.long_paged_attention = released.hotrack_paged_attention
         self.pack = released.hotrack_pack
-        self.set_threads = held.hotrack_set_threads
+        self.exp = held.hotrack_exp
+        self.set_threads = _function(held, "hotrack_set_threads")
+
+
+def _function(library: ctypes.CDLL, name: str) -> Any:
+    try:
+        return getattr(library, name)
+    except AttributeError as error:
+        raise NativeUnavailableError(f"{library._name} has no function {name}") from error
 
 
 @cache

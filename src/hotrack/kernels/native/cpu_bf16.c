@@ -16,107 +16,7 @@
 typedef uint16_t bf16;
 #define INLINE static inline __attribute__((always_inline))
 
-/* ---- threads ------------------------------------------------------------------------------------------------
- * A job is `count` units; caller and workers take units from one ticket (count in the high half, next unit in
- * the low half) until none is left. Whoever holds a unit may read the job: it cannot change before the unit is
- * done. A worker that is asleep or preempted between units delays nobody. Workers spin between the products of
- * one step and sleep between steps, so that the rest of the machine gets the cores.
- */
-typedef void (*unit_fn)(const void *job, long unit);
-
-#define MAX_WORKERS 255
-#define SPINS 4000 /* about 60 us */
-
-static struct {
-  _Alignas(64) _Atomic uint64_t ticket;
-  _Alignas(64) _Atomic uint32_t done;
-  _Alignas(64) _Atomic uint32_t posted; /* futex: counts jobs */
-  _Atomic int sleepers;
-  unit_fn run;
-  const void *job;
-} pool;
-
-static pthread_mutex_t pool_lock = PTHREAD_MUTEX_INITIALIZER; /* one job at a time */
-static int pool_workers;
-
-static int take_unit(long *unit) {
-  uint64_t seen = atomic_load_explicit(&pool.ticket, memory_order_relaxed);
-  if ((uint32_t)seen >= (seen >> 32)) return 0;
-  seen = atomic_fetch_add_explicit(&pool.ticket, 1, memory_order_acquire);
-  *unit = (uint32_t)seen;
-  return (uint32_t)seen < (seen >> 32);
-}
-
-static void work(void) {
-  for (long unit; take_unit(&unit);) {
-    pool.run(pool.job, unit);
-    atomic_fetch_add_explicit(&pool.done, 1, memory_order_release);
-  }
-}
-
-static void *worker(void *unused) {
-  (void)unused;
-  for (uint32_t seen = 0;;) {
-    uint32_t posted = atomic_load_explicit(&pool.posted, memory_order_acquire);
-    for (int spin = 0; posted == seen && spin < SPINS; spin++) {
-      _mm_pause();
-      posted = atomic_load_explicit(&pool.posted, memory_order_acquire);
-    }
-    if (posted == seen) {
-      atomic_fetch_add(&pool.sleepers, 1);
-      syscall(SYS_futex, &pool.posted, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
-      atomic_fetch_sub(&pool.sleepers, 1);
-      continue;
-    }
-    seen = posted;
-    work();
-  }
-  return NULL;
-}
-
-/* Makes sure that `threads` threads work on a job, the caller included. Returns how many really do. */
-int hotrack_set_threads(int threads) {
-  pthread_mutex_lock(&pool_lock);
-  while (pool_workers < threads - 1 && pool_workers < MAX_WORKERS) {
-    pthread_t thread;
-    if (pthread_create(&thread, NULL, worker, NULL)) break;
-    pthread_detach(thread);
-    pool_workers++;
-  }
-  int working = pool_workers + 1;
-  pthread_mutex_unlock(&pool_lock);
-  return working;
-}
-
-static void child_after_fork(void) { /* the workers stayed behind; the caller does everything itself */
-  pthread_mutex_t fresh = PTHREAD_MUTEX_INITIALIZER;
-  pool_lock = fresh;
-  pool_workers = 0;
-}
-
-__attribute__((constructor)) static void at_load(void) { pthread_atfork(NULL, NULL, child_after_fork); }
-
-static void parallel(unit_fn run, const void *job, long count) {
-  if (count < 2 || pool_workers == 0 || pthread_mutex_trylock(&pool_lock)) {
-    for (long unit = 0; unit < count; unit++) run(job, unit);
-    return;
-  }
-  pool.run = run;
-  pool.job = job;
-  atomic_store_explicit(&pool.done, 0, memory_order_relaxed);
-  atomic_store_explicit(&pool.ticket, (uint64_t)count << 32, memory_order_release);
-  atomic_fetch_add(&pool.posted, 1);
-  if (atomic_load(&pool.sleepers)) syscall(SYS_futex, &pool.posted, FUTEX_WAKE_PRIVATE, MAX_WORKERS, NULL, NULL, 0);
-  work();
-  for (int spin = 0; atomic_load_explicit(&pool.done, memory_order_acquire) < (uint32_t)count; spin++) {
-    _mm_pause();
-    if (spin > SPINS) { /* somebody was preempted with a unit in hand */
-      syscall(SYS_sched_yield);
-      spin = 0;
-    }
-  }
-  pthread_mutex_unlock(&pool_lock);
-}
+#include "cpu_threads.h"
 
 /* ---- numbers ------------------------------------------------------------------------------------------------ */
 INLINE __m512 widen(__m256i half) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16)); }
@@ -128,8 +28,10 @@ INLINE void store_some(bf16 *to, __m512 value, __mmask16 mask) {
 }
 INLINE __m512 dot_pairs(__m512 sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
 
-/* 2^n times a degree-6 polynomial of the remainder; relative error below 2e-7 where the result is normal. */
+/* 2^n times a degree-6 polynomial of the remainder; relative error below 2e-7 where the result is normal, and the
+ * limits beyond: 0 and infinity. NaN stays NaN (min and max return their second operand then). */
 INLINE __m512 exp16(__m512 x) {
+  x = _mm512_min_ps(_mm512_set1_ps(150.0f), _mm512_max_ps(_mm512_set1_ps(-150.0f), x));
   __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
   __m512 n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
@@ -142,6 +44,11 @@ INLINE __m512 exp16(__m512 x) {
   p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
   p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
   return _mm512_scalef_ps(p, n);
+}
+
+/* out[i] = exp(x[i]), n a multiple of 16; for tests. */
+void hotrack_exp(const float *x, float *out, long n) {
+  for (long i = 0; i < n; i += 16) _mm512_storeu_ps(out + i, exp16(_mm512_loadu_ps(x + i)));
 }
 
 /* ---- matrix products ----------------------------------------------------------------------------------------
@@ -435,152 +342,4 @@ void hotrack_rotate_and_cache(bf16 *qkv, long stride, const bf16 *cos, const bf1
   parallel(rotate_unit, &j, (tokens + 7) / 8);
 }
 
-/* ---- attention ----------------------------------------------------------------------------------------------- */
-#define GROUP 16 /* keys scored at once */
-#define MAX_D 256
-#define AHEAD 4 /* groups fetched ahead of use */
-#define SPAN 512 /* keys between two rescalings; their scores stay in the first-level cache */
-
-typedef struct {
-  const bf16 *q;          /* [tokens, kv_heads * group, d] */
-  const bf16 *cache;      /* first K element of the layer */
-  const int32_t *tables;  /* [sequences, table_stride] */
-  const int32_t *row_seq; /* [tokens] sequence of each token */
-  const int32_t *row_len; /* [tokens] keys it sees */
-  bf16 *out;              /* [tokens, kv_heads * group, d] */
-  long q_stride, table_stride, block_stride, block_size, kv_heads, group, d, tokens, rows_per_unit;
-  float scale;
-} attention;
-
-/* The sums of the 16 lanes of each of 16 registers, in order. */
-INLINE __m512 sums(__m512 v[GROUP]) {
-  __m512 a[8], b[4], c[2];
-  for (int i = 0; i < 8; i++)
-    a[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
-  for (int i = 0; i < 4; i++) {
-    __m512d x = _mm512_castps_pd(a[2 * i]), y = _mm512_castps_pd(a[2 * i + 1]);
-    b[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
-  }
-  for (int i = 0; i < 2; i++)
-    c[i] = _mm512_add_ps(_mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0x88),
-                         _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0xdd));
-  return _mm512_add_ps(_mm512_shuffle_f32x4(c[0], c[1], 0x88), _mm512_shuffle_f32x4(c[0], c[1], 0xdd));
-}
-
-INLINE __m512 score16(const bf16 *q, const bf16 *keys, const long d) {
-  __m512 part[GROUP];
-  for (int key = 0; key < GROUP; key++) {
-    part[key] = _mm512_setzero_ps();
-    for (long i = 0; i < d; i += 32)
-      part[key] = dot_pairs(part[key], _mm512_loadu_si512(keys + key * d + i), _mm512_loadu_si512(q + i));
-  }
-  return sums(part);
-}
-
-/* In place: scores of `len` keys -> exp(score - *top); *top grows to their maximum. Returns the sum; *shrink is
- * what earlier results must be multiplied with (Milakov and Gimelshein, 2018). */
-INLINE float softmax(float *scores, long len, float *top, float *shrink) {
-  __m512 highest = _mm512_set1_ps(*top), total = _mm512_setzero_ps();
-  for (long i = 0; i < len; i += 16)
-    highest = _mm512_mask_max_ps(highest, columns(len, i), highest, _mm512_loadu_ps(scores + i));
-  float before = *top;
-  *top = _mm512_reduce_max_ps(highest);
-  highest = _mm512_set1_ps(*top);
-  for (long i = 0; i < len; i += 16) {
-    __m512 p = _mm512_maskz_mov_ps(columns(len, i), exp16(_mm512_sub_ps(_mm512_loadu_ps(scores + i), highest)));
-    total = _mm512_add_ps(total, p);
-    _mm512_storeu_ps(scores + i, p);
-  }
-  *shrink = _mm512_cvtss_f32(exp16(_mm512_set1_ps(before - *top)));
-  return _mm512_reduce_add_ps(total);
-}
-
-/* out[heads][width] += p[heads] * v over one run of keys; `heads` * width / 16 registers. */
-INLINE void add_values(const int heads, const int width, float (*out)[MAX_D], long column, const float *p, long p_stride,
-                       const bf16 *v, long d, long keys) {
-  __m512 acc[heads][width / 16];
-  for (int h = 0; h < heads; h++)
-    for (int i = 0; i < width / 16; i++) acc[h][i] = _mm512_loadu_ps(out[h] + column + 16 * i);
-  for (long key = 0; key < keys; key++)
-    for (int i = 0; i < width / 16; i++) {
-      __m512 value = load16(v + key * d + column + 16 * i);
-      for (int h = 0; h < heads; h++)
-        acc[h][i] = _mm512_fmadd_ps(_mm512_set1_ps(p[h * p_stride + key]), value, acc[h][i]);
-    }
-  for (int h = 0; h < heads; h++)
-    for (int i = 0; i < width / 16; i++) _mm512_storeu_ps(out[h] + column + 16 * i, acc[h][i]);
-}
-
-static void values(int heads, float (*out)[MAX_D], const float *p, long p_stride, const bf16 *v, long d, long keys) {
-  for (long column = 0; column < d; column += 64) switch (heads) {
-      case 1: add_values(1, 64, out, column, p, p_stride, v, d, keys); break;
-      case 2: add_values(2, 64, out, column, p, p_stride, v, d, keys); break;
-      case 3: add_values(3, 64, out, column, p, p_stride, v, d, keys); break;
-      default: add_values(4, 64, out, column, p, p_stride, v, d, keys); break;
-    }
-}
-
-/* Pages lie scattered; the processor does not see the next one coming. */
-INLINE void prefetch_keys(const bf16 *pages, const attention *a, const int32_t *table, long key, long len) {
-  if (key >= len) return;
-  const char *from = (const char *)(pages + (long)table[key / a->block_size] * a->block_stride + key % a->block_size * a->d);
-  for (long i = 0; i < GROUP * a->d * (long)sizeof(bf16); i += 64) _mm_prefetch(from + i, _MM_HINT_T1);
-}
-
-/* Up to 4 query heads of one K/V head. */
-static void attend(const attention *a, long token, long kv_head, long first, int heads) {
-  long d = a->d, size = a->block_size, len = a->row_len[token];
-  const int32_t *table = a->tables + a->row_seq[token] * a->table_stride;
-  const bf16 *keys = a->cache + kv_head * size * d, *vals = keys + a->kv_heads * size * d;
-  const bf16 *q = a->q + token * a->q_stride + (kv_head * a->group + first) * d;
-  bf16 *out = a->out + ((token * a->kv_heads + kv_head) * a->group + first) * d;
-  float scores[4][SPAN], result[4][MAX_D], total[4] = {0}, top[4];
-  for (int h = 0; h < heads; h++) top[h] = -INFINITY;
-  memset(result, 0, sizeof result);
-  for (long span = 0; span < len; span += SPAN) {
-    long count = len - span < SPAN ? len - span : SPAN;
-    for (long key = span; key < span + count; key += GROUP) {
-      const bf16 *from = keys + (long)table[key / size] * a->block_stride + key % size * d;
-      prefetch_keys(keys, a, table, key + AHEAD * GROUP, span + count);
-      if (key - span < AHEAD * GROUP) prefetch_keys(vals, a, table, key, span + count);
-      for (int h = 0; h < heads; h++) {
-        const bf16 *query = q + h * d;
-        __m512 s = d == 64 ? score16(query, from, 64) : d == 128 ? score16(query, from, 128) : score16(query, from, d);
-        _mm512_storeu_ps(scores[h] + key - span, _mm512_mul_ps(s, _mm512_set1_ps(a->scale)));
-      }
-    }
-    for (int h = 0; h < heads; h++) {
-      float shrink, sum = softmax(scores[h], count, &top[h], &shrink);
-      total[h] = total[h] * shrink + sum;
-      if (span)
-        for (long i = 0; i < d; i++) result[h][i] *= shrink;
-    }
-    for (long key = span; key < span + count; key += GROUP) {
-      const bf16 *from = vals + (long)table[key / size] * a->block_stride + key % size * d;
-      prefetch_keys(vals, a, table, key + AHEAD * GROUP, span + count);
-      long here = span + count - key < GROUP ? span + count - key : GROUP;
-      values(heads, result, scores[0] + key - span, SPAN, from, d, here);
-    }
-  }
-  for (int h = 0; h < heads; h++)
-    for (long i = 0; i < d; i += 16)
-      store16(out + h * d + i, _mm512_div_ps(_mm512_loadu_ps(result[h] + i), _mm512_set1_ps(total[h])));
-}
-
-static void attend_unit(const void *job, long unit) {
-  const attention *a = job;
-  long head = unit % a->kv_heads, row = unit / a->kv_heads * a->rows_per_unit;
-  for (long token = row; token < row + a->rows_per_unit && token < a->tokens; token++)
-    for (long first = 0; first < a->group; first += 4)
-      attend(a, token, head, first, a->group - first < 4 ? (int)(a->group - first) : 4);
-}
-
-/* Every token sees the first row_len keys of its sequence; K and V pages lie as kvcache packs them. */
-void hotrack_paged_attention(const bf16 *q, long q_stride, const bf16 *cache, const int32_t *tables, long table_stride,
-                             const int32_t *row_seq, const int32_t *row_len, bf16 *out, long tokens, long kv_heads,
-                             long group, long d, long block_size, long block_stride, float scale) {
-  attention a = {q, cache, tables, row_seq, row_len, out, q_stride, table_stride, block_stride, block_size, kv_heads,
-                 group, d, tokens, 1, scale};
-  a.rows_per_unit = tokens > 64 ? 4 : 1;
-  parallel(attend_unit, &a, (tokens + a.rows_per_unit - 1) / a.rows_per_unit * kv_heads);
-}
+#include "cpu_attention.h"
