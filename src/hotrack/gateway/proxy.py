@@ -285,6 +285,7 @@ def _deadline(scope: Scope) -> float | None:
             except ValueError:
                 seconds = -1.0
             if not 0 < seconds < 86400:
-                raise RequestError(f"{DEADLINE_HEADER.decode()} must be seconds in (0, 86400), got {value!r}")
+                text = value.decode("latin-1")
+                raise RequestError(f"{DEADLINE_HEADER.decode()} must be seconds in (0, 86400), got {text!r}")
             return seconds
     return None

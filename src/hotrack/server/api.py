@@ -37,7 +37,9 @@ class OpenAIEndpoints:
         wanted = _wanted(request)
         prompts = [await chat_prompt(request, member.template, member.codec)]
         response_id = f"chatcmpl-{request_id(http)}"
-        generation = member.generation(response_id, prompts, sampling, request.priority or 0)
+        generation = member.generation(
+            response_id, prompts, sampling, request.priority or 0, param="messages"
+        )
         form = ChatFormat(
             response_id, member.names[0], generation.jobs, prompts, member.codec.decoder, wanted
         )
@@ -57,7 +59,7 @@ class OpenAIEndpoints:
         prompts = await completion_prompts(request, member.codec)
         check_num_sequences(len(prompts), sampling.n)
         response_id = f"cmpl-{request_id(http)}"
-        generation = member.generation(response_id, prompts, sampling, request.priority or 0)
+        generation = member.generation(response_id, prompts, sampling, request.priority or 0, param="prompt")
         form = CompletionFormat(
             response_id, member.names[0], generation.jobs, prompts, member.codec.decoder, wanted
         )
@@ -92,7 +94,7 @@ class OpenAIEndpoints:
             raise RequestError("send exactly one of prompt and messages", param="prompt")
         if request.prompt is not None:
             add_special = request.add_special_tokens is not False
-            ids = await member.codec.encode(request.prompt, add_special_tokens=add_special)
+            ids = await member.codec.encode(request.prompt, add_special_tokens=add_special, param="prompt")
         else:
             proceed = bool(request.continue_final_message)
             text = await member.template.render(
@@ -103,7 +105,9 @@ class OpenAIEndpoints:
                 continue_final_message=proceed,
                 kwargs=request.chat_template_kwargs,
             )
-            ids = await member.codec.encode(text, add_special_tokens=bool(request.add_special_tokens))
+            ids = await member.codec.encode(
+                text, add_special_tokens=bool(request.add_special_tokens), param="messages"
+            )
         strings = [member.codec.decoder.token_text(i) for i in ids] if request.return_token_strs else None
         return json_response(TokenizeResponse(len(ids), member.codec.max_model_len, ids, strings))
 

@@ -24,15 +24,15 @@ class Codec:
         self.vocab_size = vocab_size
         self.decoder = TokenDecoder(tokenizer)
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids.
+    async def encode(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
+        """Token ids. ``param``: the field that the text comes from, for errors.
 
         Raises:
             ContextLengthError: the text is too long whatever its tokens are; it is not even tokenized.
         """
         if len(text) > self.max_model_len * self._longest_token_chars:
             least = -(-len(text) // self._longest_token_chars)
-            raise too_long(f"at least {least}", 0, self.max_model_len)
+            raise too_long(f"at least {least}", 0, self.max_model_len, param)
         if len(text) > _INLINE_CHARS:
             return await asyncio.to_thread(self._encode, text, add_special_tokens)
         return self._encode(text, add_special_tokens)
@@ -46,12 +46,12 @@ class Codec:
         return text
 
 
-def too_long(prompt_tokens: int | str, max_tokens: int, limit: int) -> ContextLengthError:
-    """OpenAI's sentence, with the numbers."""
+def too_long(prompt_tokens: int | str, max_tokens: int, limit: int, param: str) -> ContextLengthError:
+    """OpenAI's sentence, with the numbers. ``param``: the field that holds the prompt."""
     asked = f"{prompt_tokens} in the prompt" + (f" and {max_tokens} in the completion" if max_tokens else "")
     return ContextLengthError(
         f"this model's maximum context length is {limit} tokens, prompt and completion together; the "
         f"request has {asked}. "
         "Shorten the prompt or lower max_tokens",
-        param="max_tokens" if max_tokens else "messages",
+        param="max_tokens" if isinstance(prompt_tokens, int) and prompt_tokens < limit else param,
     )

@@ -50,9 +50,15 @@ class Member:
         return ModelCard(name, self.created, self.root, self.codec.max_model_len)
 
     def generation(
-        self, response_id: str, prompts: Sequence[list[int]], sampling: SamplingParams, priority: int
+        self,
+        response_id: str,
+        prompts: Sequence[list[int]],
+        sampling: SamplingParams,
+        priority: int,
+        *,
+        param: str,
     ) -> Generation:
-        """Sequences for ``prompts`` times ``sampling.n``, not yet submitted.
+        """Sequences for ``prompts`` times ``sampling.n``, not yet submitted. ``param``: the prompts' field.
 
         Raises:
             ContextLengthError: a prompt leaves no room for what was asked.
@@ -60,7 +66,7 @@ class Member:
         jobs: list[Job] = []
         serial = next(self._serial)  # a client may send the same request id twice
         for prompt in prompts:
-            max_tokens = token_budget(sampling, len(prompt), self.codec.max_model_len)
+            max_tokens = token_budget(sampling, len(prompt), self.codec.max_model_len, param)
             packed = pack_tokens(prompt)
             for choice in range(sampling.n):
                 index = len(jobs)

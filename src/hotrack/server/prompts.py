@@ -24,7 +24,7 @@ async def chat_prompt(request: ChatCompletionRequest, template: ChatTemplate, co
         kwargs=request.chat_template_kwargs,
     )
     # Templates write the special tokens themselves.
-    ids = await codec.encode(text, add_special_tokens=bool(request.add_special_tokens))
+    ids = await codec.encode(text, add_special_tokens=bool(request.add_special_tokens), param="messages")
     return _checked(ids, request.truncate_prompt_tokens, "messages")
 
 
@@ -34,7 +34,7 @@ async def completion_prompts(request: CompletionRequest, codec: Codec) -> list[l
     prompts = []
     for prompt in _as_list(request.prompt):
         if isinstance(prompt, str):
-            ids = await codec.encode(prompt, add_special_tokens=add_special)
+            ids = await codec.encode(prompt, add_special_tokens=add_special, param="prompt")
         else:
             ids = prompt
             if bad := next((i for i in ids if i >= codec.vocab_size), None):

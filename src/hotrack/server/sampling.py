@@ -51,15 +51,15 @@ def build_sampling(
         raise
 
 
-def token_budget(sampling: SamplingParams, prompt_tokens: int, max_model_len: int) -> int:
-    """Tokens this sequence may generate: what was asked for, or all that fit.
+def token_budget(sampling: SamplingParams, prompt_tokens: int, max_model_len: int, param: str) -> int:
+    """Tokens this sequence may generate: what was asked for, or all that fit. ``param``: the prompt's field.
 
     Raises:
         ContextLengthError: prompt and completion do not fit together.
     """
     left = max_model_len - prompt_tokens
     if left < 1 or (sampling.max_tokens or 0) > left:
-        raise too_long(prompt_tokens, sampling.max_tokens or 0, max_model_len)
+        raise too_long(prompt_tokens, sampling.max_tokens or 0, max_model_len, param)
     return left if sampling.max_tokens is None else sampling.max_tokens
 
 

@@ -241,6 +241,7 @@ def test_a_bad_deadline_is_refused(tmp_path: Path, seconds: str) -> None:
         call = AsgiCall(proxy, CHAT, body(), headers=[(b"x-hotrack-deadline-s", seconds.encode())])
         await call.run()
         assert call.status == 400
+        assert f"got {seconds!r}" in call.body.decode()
 
     play(tmp_path, answer, test)
 
