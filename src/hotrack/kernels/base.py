@@ -139,13 +139,32 @@ class Ops:
         return gated_delta.gated_delta_rule(q, k, v, g, beta, states, plan)
 
     def softmax_topk(self, logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-        """logits [T, E] -> ids int64 [T, k], weights float32 [T, k]"""
+        """logits [T, E] -> ids int64 or int32 [T, k], weights float32 [T, k]"""
         return moe.softmax_topk(logits, top_k, renormalize)
 
     def sigmoid_topk(self, x: Tensor, weight: Tensor, bias: Tensor, routing: SigmoidRouting) -> Routed:
         """x [T, D], weight float32 [E, D], bias float32 [E] -> ids int64 [T, k], weights float32 [T, k]"""
         return moe.sigmoid_topk(x, weight, bias, routing)
 
-    def moe_experts(self, x: Tensor, gate_up: Tensor, down: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
-        """x [T, D] through the experts in ``slots`` [T, k], weighted -> [T, D]"""
+    def moe_experts(
+        self,
+        x: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        slots: Tensor,
+        weights: Tensor,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """x [T, D] through the experts in ``slots`` [T, k], weighted, plus ``residual`` [T, D] if any
+        -> [T, D]"""
+        return with_residual(self.routed_experts(x, gate_up, down, slots, weights), residual)
+
+    def routed_experts(
+        self, x: Tensor, gate_up: Tensor, down: Tensor, slots: Tensor, weights: Tensor
+    ) -> Tensor:
+        """:meth:`moe_experts` for devices where the residual is a step of its own."""
         return moe.moe_experts(x, gate_up, down, slots, weights)
+
+
+def with_residual(y: Tensor, residual: Tensor | None) -> Tensor:
+    return y if residual is None else y + residual

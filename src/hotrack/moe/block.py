@@ -90,6 +90,8 @@ class SparseMoE(Layer):
         if self.counts is not None:
             self.counts += torch.bincount(topk_ids.flatten(), minlength=self.experts.num_experts)
         sent = self.dispatcher.dispatch(x, topk_ids, weights)
+        if self.shared_expert is None and self.dispatcher.stays:
+            return self.experts(sent.x, sent.topk_ids, sent.weights, residual)
         shared = None if self.shared_expert is None else self.shared_expert.partial(x)
         routed = self.experts(sent.x, sent.topk_ids, sent.weights)
         return self.dispatcher.combine(routed, shared) + residual

@@ -10,7 +10,7 @@ from hotrack.distributed.tensor_parallel import TensorParallel
 
 @dataclass(slots=True)
 class Dispatched:
-    """Rows this rank evaluates: x [N, D], expert ids int64 [N, k], routing weights float32 [N, k]."""
+    """Rows this rank evaluates: x [N, D], expert ids int64 or int32 [N, k], weights float32 [N, k]."""
 
     x: Tensor
     topk_ids: Tensor
@@ -18,6 +18,10 @@ class Dispatched:
 
 
 class Dispatcher(Protocol):
+    """``stays``: rows and sums are complete where they are, so what ``combine`` returns is its argument."""
+
+    stays: bool
+
     def dispatch(self, x: Tensor, topk_ids: Tensor, weights: Tensor) -> Dispatched:
         """Send this rank's rows out, and receive the rows its experts must evaluate."""
         ...
@@ -33,6 +37,7 @@ class LocalDispatcher:
 
     def __init__(self, tp: TensorParallel) -> None:
         self.tp = tp
+        self.stays = tp.size == 1
 
     def dispatch(self, x: Tensor, topk_ids: Tensor, weights: Tensor) -> Dispatched:
         return Dispatched(x, topk_ids, weights)

@@ -36,8 +36,8 @@ class Experts(Layer):
     def bind(self) -> None:
         self.slot_of = torch.arange(self.num_experts, device=self.gate_up_proj.device)
 
-    def forward(self, x: Tensor, topk_ids: Tensor, weights: Tensor) -> Tensor:
-        """x [T, D], topk_ids int64 [T, k], weights float32 [T, k] -> [T, D]"""
+    def forward(self, x: Tensor, topk_ids: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x [T, D], topk_ids int64 or int32 [T, k], weights float32 [T, k], residual [T, D] -> [T, D]"""
         return self.ops.moe_experts(
-            x, self.gate_up_proj.data, self.down_proj.data, self.slot_of[topk_ids], weights
+            x, self.gate_up_proj.data, self.down_proj.data, self.slot_of[topk_ids], weights, residual
         )

@@ -46,5 +46,7 @@ class CpuOps(Ops):
     def gate_up(self, weight: Tensor, bias: Tensor | None = None) -> LinearKernel:
         return PackedGateUp(weight, bias)
 
-    def moe_experts(self, x: Tensor, gate_up: Tensor, down: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+    def routed_experts(
+        self, x: Tensor, gate_up: Tensor, down: Tensor, slots: Tensor, weights: Tensor
+    ) -> Tensor:
         return moe.moe_experts(x, gate_up, down, slots, weights)

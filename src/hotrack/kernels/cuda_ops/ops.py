@@ -60,5 +60,7 @@ class CudaOps(Ops):
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> LinearKernel:
         return AddingLinear(weight, bias)
 
-    def moe_experts(self, x: Tensor, gate_up: Tensor, down: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+    def routed_experts(
+        self, x: Tensor, gate_up: Tensor, down: Tensor, slots: Tensor, weights: Tensor
+    ) -> Tensor:
         return moe.moe_experts(x, gate_up, down, slots, weights)

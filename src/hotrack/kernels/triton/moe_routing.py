@@ -14,6 +14,7 @@ from torch import Tensor
 _TILE = 8192  # elements of a [choices, experts] comparison held at a time
 _AT_ONCE = 1024  # choices that one program sorts alone: one launch instead of three
 _CHUNK = 2048  # choices per program beyond that
+MAX_EXPERTS = 512
 _PAD = 16  # padded places written at a time
 
 
@@ -48,7 +49,8 @@ def _softmax_topk(
 
 
 def softmax_topk(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """As ``reference.moe.softmax_topk``, in one launch: logits [T, E] (rows may be apart), E up to 512 ->
+    """As ``reference.moe.softmax_topk``, in one launch: logits [T, E] (rows may be apart), E up to
+    ``MAX_EXPERTS`` ->
     ids **int32** [T, k], weights float32 [T, k]. Of equal logits the lower id comes first."""
     T, E = logits.shape
     ids = torch.empty(T, top_k, dtype=torch.int32, device=logits.device)

@@ -7,18 +7,42 @@ from hotrack.kernels.base import AttentionPlan
 from hotrack.kernels.cuda_ops import attention
 from hotrack.kernels.cuda_ops import moe as grouped
 from hotrack.kernels.cuda_ops.attention import CudaAttentionPlan
-from hotrack.kernels.cuda_ops.ops import CudaOps
+from hotrack.kernels.cuda_ops.ops import AddingLinear, CudaOps
 from hotrack.kernels.paged import HeadShape, LayerKV, PagedBatch
 from hotrack.kernels.reference.linear import LinearKernel
 from hotrack.kernels.reference.norm import NormKernel
+from hotrack.kernels.triton import gemv, moe_grouped, moe_routing
 from hotrack.kernels.triton.ops import TritonAttention, TritonAttentionPlan
 from hotrack.kernels.triton.recurrent_ops import TritonRecurrent
 from hotrack.kernels.triton_ops import decode, moe, rotate
 
-GENERAL = TritonAttention()  # windows, sinks, values of another width
+GENERAL = TritonAttention()  # decode steps, windows, sinks, values of another width
+MAX_STREAMED = 512  # tokens up to which experts' weights, not products, take the time
 
 
-class FusedGateUp(LinearKernel):
+class FewRows(AddingLinear):
+    """cuBLAS, but for the few rows of a decode step the weight is streamed by a kernel of ours."""
+
+    def takes(self, x: Tensor) -> bool:
+        return len(x) <= gemv.MAX_ROWS and x.dtype == self.weight.dtype and x.stride(1) == 1
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return gemv.linear(x, self.weight, self.bias) if self.takes(x) else super().__call__(x)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        if not self.takes(x) or not residual.is_contiguous():
+            return super().add(x, residual)
+        return gemv.linear(x, self.weight, self.bias, residual)
+
+    def to_float(self, x: Tensor) -> Tensor:
+        return (
+            gemv.linear(x, self.weight, self.bias, dtype=torch.float32)
+            if self.takes(x)
+            else super().to_float(x)
+        )
+
+
+class FusedGateUp(FewRows):
     """``silu(gate(x)) * up(x)``, the activation in one kernel."""
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -28,8 +52,15 @@ class FusedGateUp(LinearKernel):
 class TritonOps(TritonRecurrent, CudaOps):
     """Falls back to :class:`CudaOps` for shapes a kernel does not take."""
 
+    def rms_norm(self, weight: Tensor, eps: float) -> NormKernel:
+        return GENERAL.rms_norm(weight, eps)
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> LinearKernel:
+        return FewRows(weight, bias)
+
     def plan_attention(self, batch: PagedBatch, heads: HeadShape, dtype: torch.dtype) -> AttentionPlan:
-        if batch.window is not None or heads.v_dim != heads.head_dim:
+        only_decodes = batch.num_decodes == len(batch.seq_lens)  # as in a captured graph: nothing is prepared
+        if only_decodes or batch.window is not None or heads.v_dim != heads.head_dim:
             return GENERAL.plan_attention(batch, heads, dtype)
         if batch.block_stride % (batch.block_size * heads.head_dim):
             return super().plan_attention(batch, heads, dtype)
@@ -87,7 +118,27 @@ class TritonOps(TritonRecurrent, CudaOps):
     def gate_up(self, weight: Tensor, bias: Tensor | None = None) -> LinearKernel:
         return FusedGateUp(weight, bias)
 
-    def moe_experts(self, x: Tensor, gate_up: Tensor, down: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+    def softmax_topk(self, logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+        if logits.shape[1] > moe_routing.MAX_EXPERTS:
+            return super().softmax_topk(logits, top_k, renormalize)
+        return moe_routing.softmax_topk(logits, top_k, renormalize)
+
+    def moe_experts(
+        self,
+        x: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        slots: Tensor,
+        weights: Tensor,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        if len(x) > MAX_STREAMED:
+            return super().moe_experts(x, gate_up, down, slots, weights, residual)
+        return moe_grouped.moe_experts(x.contiguous(), gate_up, down, slots, weights, residual)
+
+    def routed_experts(
+        self, x: Tensor, gate_up: Tensor, down: Tensor, slots: Tensor, weights: Tensor
+    ) -> Tensor:
         return grouped.moe_experts(
-            x, gate_up, down, slots, weights, activate=moe.silu_and_mul, combine=moe.combine
+            x, gate_up, down, slots.long(), weights, activate=moe.silu_and_mul, combine=moe.combine
         )
