@@ -21,8 +21,6 @@ from hotrack.pool.policy import PoolPolicy
 from hotrack.pool.pool import Pool
 from hotrack.pool.transitions import PARTIAL_MARGIN
 
-pytestmark = pytest.mark.e2e
-
 SIZE = 160
 CONFIG = load_pool_text("""
 models:
