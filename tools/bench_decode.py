@@ -121,21 +121,19 @@ def distinct_experts(bench: Bench, prompts: list[bytes]) -> float | None:
         return None
     graphs, runner.graphs = runner.graphs, None
     found: list[float] = []
-    hooks = []
+    route = model.ops.softmax_topk
 
-    def count(module: Any, args: Any, output: Any) -> None:  # noqa: ARG001
-        if len(output[0]) == len(prompts):
-            found.append(float(output[0].unique().numel()))
+    def count(*args: Any) -> Any:
+        routed = route(*args)
+        if len(routed[0]) == len(prompts):
+            found.append(float(routed[0].unique().numel()))
+        return routed
 
-    for layer in model.decoder_layers:
-        if hasattr(layer.mlp, "gate"):
-            hooks.append(layer.mlp.gate.register_forward_hook(count))
+    model.ops.softmax_topk = count  # type: ignore[method-assign]
     try:
         bench.answer(prompts, 3)
     finally:
-        runner.graphs = graphs
-        for hook in hooks:
-            hook.remove()
+        runner.graphs, model.ops.softmax_topk = graphs, route  # type: ignore[method-assign]
     return statistics.mean(found) if found else None
 
 

@@ -91,7 +91,7 @@ def test_kept_requests_go_on(
         free = torch.cuda.mem_get_info()[0]
         slept = engine.do("sleep", level=level, mode="keep")
         assert 0 < slept["kept_bytes"] < kv.nbytes
-        assert torch.cuda.mem_get_info()[0] - free >= slept["freed_bytes"] == total
+        assert torch.cuda.mem_get_info()[0] - free >= slept["freed_bytes"] >= total  # and graphs
         assert not engine.do("wake", streamed=streamed)["is_sleeping"]
         assert engine.finish() == expected
         assert engine.core.scheduler.counters.preemptions == 0

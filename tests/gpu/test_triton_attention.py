@@ -16,6 +16,7 @@ from hotrack.kernels.triton.rms_norm import add_rms_norm
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore"),  # "a prototype feature" of torch's
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 BF16 = torch.bfloat16
