@@ -151,16 +151,16 @@ def test_experts(kind: str, tokens: int, shape: tuple[int, int, int, int]) -> No
     assert moe.can_group(gate_up, down)
     ids, weights = ops.softmax_topk(random(tokens, experts, seed=3), k, True)
     expected = plain_moe.moe_experts(x, gate_up, down, ids, weights)
-    found = ops.moe_experts(x, gate_up, down, ids, weights)
+    found = ops.routed_experts(x, gate_up, down, ids, weights)
     assert relative(found, expected) < 1e-2
-    assert torch.equal(found, ops.moe_experts(x, gate_up, down, ids, weights))
+    assert torch.equal(found, ops.routed_experts(x, gate_up, down, ids, weights))
 
 
 def test_experts_in_float32_take_the_loop() -> None:
     gate_up, down = (random(8, *s, dtype=torch.float32) for s in ((64, 32), (32, 32)))
     x, (ids, weights) = random(9, 32, dtype=torch.float32), CudaOps().softmax_topk(random(9, 8), 2, True)
     expected = plain_moe.moe_experts(x.cpu(), gate_up.cpu(), down.cpu(), ids.cpu(), weights.cpu())
-    assert relative(CudaOps().moe_experts(x, gate_up, down, ids, weights), expected) < 1e-5
+    assert relative(CudaOps().routed_experts(x, gate_up, down, ids, weights), expected) < 1e-5
 
 
 @pytest.mark.parametrize("tokens", [1, 77])

@@ -151,20 +151,18 @@ class Ops:
         x: Tensor,
         gate_up: Tensor,
         down: Tensor,
-        slots: Tensor,
+        ids: Tensor,
         weights: Tensor,
-        residual: Tensor | None = None,
+        residual: Tensor | None,
+        slot_of: Tensor,
     ) -> Tensor:
-        """x [T, D] through the experts in ``slots`` [T, k], weighted, plus ``residual`` [T, D] if any
-        -> [T, D]"""
-        return with_residual(self.routed_experts(x, gate_up, down, slots, weights), residual)
+        """x [T, D] through the experts ``ids`` int64 or int32 [T, k], which are in the stacks' places
+        ``slot_of`` int64 [num_experts], weighted, plus ``residual`` [T, D] if any -> [T, D]"""
+        y = self.routed_experts(x, gate_up, down, slot_of[ids], weights)
+        return y if residual is None else y + residual
 
     def routed_experts(
         self, x: Tensor, gate_up: Tensor, down: Tensor, slots: Tensor, weights: Tensor
     ) -> Tensor:
-        """:meth:`moe_experts` for devices where the residual is a step of its own."""
+        """x [T, D] through the experts in ``slots`` int64 [T, k], weighted -> [T, D]"""
         return moe.moe_experts(x, gate_up, down, slots, weights)
-
-
-def with_residual(y: Tensor, residual: Tensor | None) -> Tensor:
-    return y if residual is None else y + residual

@@ -39,5 +39,5 @@ class Experts(Layer):
     def forward(self, x: Tensor, topk_ids: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [T, D], topk_ids int64 or int32 [T, k], weights float32 [T, k], residual [T, D] -> [T, D]"""
         return self.ops.moe_experts(
-            x, self.gate_up_proj.data, self.down_proj.data, self.slot_of[topk_ids], weights, residual
+            x, self.gate_up_proj.data, self.down_proj.data, topk_ids, weights, residual, self.slot_of
         )

@@ -152,5 +152,5 @@ def test_moe_experts(dtype: torch.dtype, tokens: int, limit: int, monkeypatch: p
     x = random(tokens, 32, dtype=dtype)
     gate_up, down = random(8, 48, 32, dtype=dtype, seed=1) * 0.2, random(8, 32, 24, dtype=dtype, seed=2) * 0.2
     ids, weights = REFERENCE.softmax_topk(random(tokens, 8, seed=3), 2, True)
-    fast = FAST.moe_experts(x, gate_up, down, ids, weights)
-    assert_close(fast, REFERENCE.moe_experts(x, gate_up, down, ids, weights))
+    fast = FAST.routed_experts(x, gate_up, down, ids, weights)
+    assert_close(fast, REFERENCE.routed_experts(x, gate_up, down, ids, weights))

@@ -97,7 +97,7 @@ def test_experts(tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatc
     ids = ids % 5  # some experts get nothing
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     expected = plain_moe.moe_experts(x, gate_up, down, ids, weights)
-    found = CudaOps().moe_experts(x, gate_up, down, ids, weights)
+    found = CudaOps().routed_experts(x, gate_up, down, ids, weights)
     assert moe.can_group(gate_up, down) == (dtype == torch.bfloat16)
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
@@ -106,7 +106,7 @@ def test_experts_of_an_odd_width_take_the_loop() -> None:
     gate_up, down = random(4, 12, 32, dtype=torch.bfloat16), random(4, 32, 6, dtype=torch.bfloat16)
     assert not moe.can_group(gate_up, down)
     x, slots = random(3, 32, dtype=torch.bfloat16), torch.tensor([[0], [3], [3]])
-    found = CudaOps().moe_experts(x, gate_up, down, slots, torch.ones(3, 1))
+    found = CudaOps().routed_experts(x, gate_up, down, slots, torch.ones(3, 1))
     torch.testing.assert_close(found, plain_moe.moe_experts(x, gate_up, down, slots, torch.ones(3, 1)))
 
 

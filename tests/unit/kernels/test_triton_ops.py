@@ -17,7 +17,8 @@ from hotrack.kernels.paged import HeadShape, LayerKV, PagedBatch
 from hotrack.kernels.reference import attention as plain
 from hotrack.kernels.reference.linear import silu_and_mul
 from hotrack.kernels.reference.norm import NormKernel
-from hotrack.kernels.triton_ops import decode, moe
+from hotrack.kernels.triton.ops import TritonAttentionPlan
+from hotrack.kernels.triton_ops import moe
 from hotrack.kernels.triton_ops.ops import TritonOps
 from hotrack.kvcache.spec import Paged, group_layers
 from hotrack.kvcache.tensors import KVTensors
@@ -115,22 +116,21 @@ STEPS = [
 
 
 @pytest.mark.parametrize("dtype", PRODUCT_DTYPES)
-@pytest.mark.parametrize("programs", [1, 264])
 @pytest.mark.parametrize(("query_lens", "seq_lens"), STEPS)
 @pytest.mark.parametrize("heads", [HeadShape(8, 1, 16), HeadShape(6, 2, 32)])
 def test_paged_attention(
     heads: HeadShape,
     query_lens: list[int],
     seq_lens: list[int],
-    programs: int,
     dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(decode, "PROGRAMS", programs)
     kv, batch = a_step(heads, query_lens, seq_lens, dtype)
     plan = TritonOps().plan_attention(batch, heads, dtype)
-    assert isinstance(plan, CudaAttentionPlan)
-    assert plan.num_elsewhere == batch.num_decodes
+    if max(query_lens) > 1:
+        assert isinstance(plan, CudaAttentionPlan)
+        assert plan.num_elsewhere == batch.num_decodes
+    else:
+        assert isinstance(plan, TritonAttentionPlan)
     packed = random(sum(query_lens), heads.num_heads + 2, heads.head_dim, seed=3, dtype=dtype)
     q = packed[:, : heads.num_heads]
     close(TritonOps().paged_attention(q, kv, plan, 0.3), plain.paged_attention(q, kv, batch, 0.3))

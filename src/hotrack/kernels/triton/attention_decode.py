@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hotrack.kernels.paged import LayerKV
-from hotrack.kernels.triton.device import Device, device_of
+from hotrack.kernels.triton.device import Device, dependent, device_of, enter
 
 MIN_ROWS = 16  # of a product on tensor cores
 MAX_SPLITS = 64
@@ -41,8 +41,9 @@ def _attend(  # noqa: PLR0915 - one pass, in registers
     v_block_stride, v_head_stride, v_token_stride, table_stride, splits,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, MAX_QUERY: tl.constexpr, ROWS: tl.constexpr,
     D_K: tl.constexpr, D_V: tl.constexpr, PAD_K: tl.constexpr, PAD_V: tl.constexpr, BLOCK: tl.constexpr,
-    TILE: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr,
+    TILE: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    enter(PDL)
     split, kv_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(seq_lens + sequence)
     token = sequence
@@ -133,9 +134,10 @@ def _attend(  # noqa: PLR0915 - one pass, in registers
 def _merge(
     partial, extremes, out, query_start, seq_lens, splits,
     HEADS: tl.constexpr, MAX_QUERY: tl.constexpr, D_V: tl.constexpr, PAD_V: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One head of one token: its parts, in their order, into the output."""
+    enter(PDL)
     head, new, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     _, _, parts = _part(tl.load(seq_lens + sequence), splits, WINDOW, MAX_QUERY, TILE)
     token = sequence
@@ -241,7 +243,7 @@ def decode_attention(
     group = heads // kv_heads
     shared = {
         "MAX_QUERY": max_query_len, "D_V": v_dim, "PAD_V": max(16, triton.next_power_of_2(v_dim)),
-        "TILE": config.tile, "WINDOW": window or 0, "num_warps": config.warps,
+        "TILE": config.tile, "WINDOW": window or 0, "num_warps": config.warps, **dependent(q),
     }  # fmt: skip
     _attend[(splits, kv_heads, num_seqs)](
         q, kv.k, kv.v, block_tables, seq_lens if query_start is None else query_start, seq_lens,

@@ -1,7 +1,8 @@
 """Linear layers over few rows: the weight is streamed once, at the speed of memory.
 
-One row goes through the ordinary cores, whole channels per program; two to sixteen through the tensor cores,
-one tile of channels per program. Neither needs a second launch, so sums have one order.
+One row, or a few with a weight that stays in the cache, go through the ordinary cores, whole channels per
+program; two to sixteen through the tensor cores, one tile of channels per program. Neither needs a second
+launch, so sums have one order.
 """
 
 import torch
@@ -9,29 +10,41 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hotrack.kernels.triton.device import device_of
+from hotrack.kernels.triton.device import dependent, device_of, enter
 from hotrack.kernels.triton.moe_grouped import Tile
 
 MAX_ROWS = 16
 _PROGRAMS = 512  # of narrow layers: several per multiprocessor
 _RESERVED = 2 << 10
+_CACHED = 1 << 19  # elements of a weight that rows read one after the other
+_WIDE = 1 << 16  # channels of a vocabulary's head
 
 
 @triton.jit
 def _one_row(
-    x, weight, bias, residual, out, N, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    x, weight, bias, residual, out, N, x_stride, K: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, EVICTION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     channel = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     at = weight + channel.to(tl.int64)[:, None] * K
-    row = x + tl.zeros([BLOCK_N, 1], tl.int32)  # read per channel, from the cache: no barrier between loads
+    lane = tl.arange(0, BLOCK_K)[None, :]
+    inside = (channel < N)[:, None] & (lane < K)
+    w = tl.load(at + lane, mask=inside, other=0.0, eviction_policy=EVICTION)
+    enter(PDL)
+    token = tl.program_id(1).to(tl.int64)
+    # Read per channel, from the cache: no barrier between loads.
+    row = x + token * x_stride + tl.zeros([BLOCK_N, 1], tl.int32)
     total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for first in tl.static_range(0, K, BLOCK_K):
-        k = first + tl.arange(0, BLOCK_K)[None, :]
-        inside = (channel < N)[:, None] & (k < K)
-        w = tl.load(at + k, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        total += w * tl.load(row + k, mask=inside, other=0.0).to(tl.float32)
+        inside = (channel < N)[:, None] & (first + lane < K)
+        if first > 0:
+            w = tl.load(at + first + lane, mask=inside, other=0.0, eviction_policy=EVICTION)
+        a = tl.load(row + first + lane, mask=inside, other=0.0)
+        total += w.to(tl.float32) * a.to(tl.float32)
     value = tl.sum(total, 1)
+    residual += token * N
+    out += token * N
     if BIAS:
         value += tl.load(bias + channel, mask=channel < N, other=0.0).to(tl.float32)
     if RESIDUAL:
@@ -43,7 +56,9 @@ def _one_row(
 def _few_rows(
     x, weight, bias, residual, out, M, N, K, x_stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    enter(PDL)
     row, lane = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
     channel = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row, is_channel = (row < M)[:, None], (channel < N)[None, :]
@@ -67,9 +82,19 @@ def _few_rows(
     tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
 
 
+def row_by_row(M: int, N: int, K: int) -> bool:
+    """Whether every row reads the weight by itself: there is one, or the weight stays in the cache."""
+    return M == 1 or N * K <= _CACHED
+
+
+def wins(M: int, N: int, K: int) -> bool:
+    """Whether :func:`linear` is at least as fast as cuBLAS (an H200, docs/log.md)."""
+    return M <= MAX_ROWS and (row_by_row(M, N, K) or N >= _WIDE)
+
+
 def choose_tile(M: int, N: int, K: int, itemsize: int, shared_bytes: int) -> Tile:
     """Narrow tiles where the layer is narrow, so that every multiprocessor has work."""
-    if M == 1:
+    if row_by_row(M, N, K):
         block_k = min(1024, K & -K)
         block_k = block_k if block_k >= 128 else min(1024, triton.next_power_of_2(K))
         return Tile(4 if N >= 4 * _PROGRAMS else 2, block_k, 4)
@@ -101,8 +126,12 @@ def linear(
     grid = (triton.cdiv(N, tile.block_n),)
     extra = (out if bias is None else bias, out if residual is None else residual)
     flags = {"BIAS": bias is not None, "RESIDUAL": residual is not None, "num_warps": tile.num_warps}
-    if M == 1:
-        _one_row[grid](x, weight, *extra, out, N, K=K, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, **flags)
+    flags |= dependent(x)
+    if row_by_row(M, N, K):
+        _one_row[(*grid, M)](
+            x, weight, *extra, out, N, x.stride(0), K=K, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+            EVICTION="evict_first" if M == 1 else "", **flags,
+        )  # fmt: skip
     else:
         _few_rows[grid](
             x, weight, *extra, out, M, N, K, x.stride(0), BLOCK_M=MAX_ROWS, BLOCK_N=tile.block_n,

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hotrack.kernels.triton.device import Device, device_of
+from hotrack.kernels.triton.device import Device, dependent, device_of, enter
 from hotrack.kernels.triton.moe_routing import SortedChoices, sort_choices
 
 DIRECT_TOKENS = 2  # beyond, tokens begin to share experts
@@ -39,15 +39,19 @@ class Tile:
 
 @triton.jit
 def _gate_up_direct(
-    x, weight, scale, slots, out, weight_stride, D: tl.constexpr, I: tl.constexpr, K: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALE: tl.constexpr,
+    x, weight, scale, ids, table, out, weight_stride, D: tl.constexpr, I: tl.constexpr, K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALE: tl.constexpr, TABLE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    enter(PDL)
     choice = tl.program_id(1)
     channel = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     # x is read once per row, from the cache: spreading one copy over the threads would put a barrier
     # between the weights of one step and those of the next.
     row = x + (choice // K).to(tl.int64) * D + tl.zeros([BLOCK_N, 1], tl.int32)
-    slot = tl.load(slots + choice).to(tl.int64)
+    slot = tl.load(ids + choice).to(tl.int64)
+    if TABLE:
+        slot = tl.load(table + slot).to(tl.int64)
     at = weight + slot * weight_stride + channel[:, None] * D
     scale_at = scale
     if SCALE:
@@ -73,31 +77,38 @@ def _gate_up_direct(
 
 @triton.jit
 def _down_direct(
-    hidden, weight, scale, slots, weights, residual, out, weight_stride, D: tl.constexpr, I: tl.constexpr,
-    K: tl.constexpr, K2: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALE: tl.constexpr,
-    RESIDUAL: tl.constexpr,
+    hidden, weight, scale, ids, table, weights, residual, out, weight_stride, D: tl.constexpr,
+    I: tl.constexpr, K: tl.constexpr, K2: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SCALE: tl.constexpr, RESIDUAL: tl.constexpr, TABLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(1).to(tl.int64)
     line = tl.arange(0, BLOCK_N * K2)  # every choice of every channel
     choice = line % K2
     channel = tl.program_id(0) * BLOCK_N + line // K2
     used = (choice < K) & (channel < D)
-    slot = tl.load(slots + token * K + choice, mask=used, other=0).to(tl.int64)
+    slot = tl.load(ids + token * K + choice, mask=used, other=0).to(tl.int64)
+    if TABLE:
+        slot = tl.load(table + slot, mask=used, other=0).to(tl.int64)
     at = weight + (slot * weight_stride + channel * I)[:, None]
     row = hidden + ((token * K + choice) * I)[:, None]
     scale_at = scale
     if SCALE:
         scale_at += ((slot * (D // SCALE) + channel // SCALE) * (I // SCALE))[:, None]
     total = tl.zeros([BLOCK_N * K2, BLOCK_K], tl.float32)
+    lane = tl.arange(0, BLOCK_K)[None, :]
+    w = tl.load(at + lane, mask=used[:, None] & (lane < I), other=0.0, eviction_policy="evict_first")
+    enter(PDL)  # the choices were made before the kernel that wrote ``hidden``
     for first in tl.static_range(0, I, BLOCK_K):
-        k = first + tl.arange(0, BLOCK_K)[None, :]
+        k = first + lane
         inside = used[:, None] & (k < I)
-        w = tl.load(at + k, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        if first > 0:
+            w = tl.load(at + k, mask=inside, other=0.0, eviction_policy="evict_first")
         a = tl.load(row + k, mask=inside, other=0.0).to(tl.float32)
         if SCALE:
-            total += w * a * tl.load(scale_at + first // SCALE, mask=used[:, None], other=0.0)
+            scaled = a * tl.load(scale_at + first // SCALE, mask=used[:, None], other=0.0)
+            total += w.to(tl.float32) * scaled
         else:
-            total += w * a
+            total += w.to(tl.float32) * a
     share = tl.load(weights + token * K + choice, mask=used, other=0.0)
     value = tl.sum(tl.reshape(tl.sum(total, 1) * share, [BLOCK_N, K2]), 1)
     channel = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -120,8 +131,9 @@ def _block_and_tile(num_blocks, tiles, GROUP: tl.constexpr):
 def _gate_up_blocks(
     x, weight, scale, order, block_expert, num_blocks, out, num_choices, weight_stride, D, I, tiles,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr,
+    EVEN_K: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    enter(PDL)
     blocks = tl.load(num_blocks)
     if tl.program_id(0) >= blocks * tiles:
         return
@@ -160,8 +172,9 @@ def _gate_up_blocks(
 def _down_blocks(
     hidden, weight, scale, order, block_expert, num_blocks, out, num_choices, weight_stride, D, I, tiles,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
-    GROUP: tl.constexpr, SCALE: tl.constexpr,
+    GROUP: tl.constexpr, SCALE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    enter(PDL)
     blocks = tl.load(num_blocks)
     if tl.program_id(0) >= blocks * tiles:
         return
@@ -192,7 +205,11 @@ def _down_blocks(
 
 
 @triton.jit
-def _combine(y, weights, residual, out, D, K: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr):
+def _combine(
+    y, weights, residual, out, D, K: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    enter(PDL)
     token = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < D
@@ -261,6 +278,7 @@ def moe_experts(
     weights: Tensor,
     residual: Tensor | None = None,
     scales: Scales | None = None,
+    table: Tensor | None = None,
 ) -> Tensor:
     """As ``reference.moe.moe_experts``, plus ``residual`` [T, D] if there is one.
 
@@ -270,11 +288,12 @@ def moe_experts(
 
     ``scales``: of float8_e4m3fn weights, float32 [slots, 2 * I / 128, D / 128] and [slots, D / 128, I / 128]
     with D and I multiples of 128; the inputs stay as they are. Needs capability 8.9.
+    ``table``: slot of each expert, where ``slots`` has experts.
     """
     if len(x) <= DIRECT_TOKENS:
-        return experts_direct(x, gate_up, down, slots, weights, residual, scales)
+        return experts_direct(x, gate_up, down, slots, weights, residual, scales, table=table)
     block_m = choose_block_m(slots.numel(), len(gate_up))
-    choices = sort_choices(slots, len(gate_up), block_m)
+    choices = sort_choices(slots, len(gate_up), block_m, table)
     tiles = choose_tiles(block_m, x.element_size(), device_of(x), scales is not None)
     y = experts_blocks(x, gate_up, down, choices, slots.shape[1], tiles, scales)
     return combine(y, weights, residual)
@@ -289,6 +308,7 @@ def experts_direct(
     residual: Tensor | None = None,
     scales: Scales | None = None,
     tiles: tuple[Tile, Tile] | None = None,
+    table: Tensor | None = None,
 ) -> Tensor:
     """:func:`moe_experts` without sorting: the weights are read once per choice. Two launches."""
     (T, D), k, I = x.shape, slots.shape[1], down.shape[2]
@@ -299,15 +319,16 @@ def experts_direct(
     first, second = tiles or choose_direct_tiles(D, I, scales is not None)
     scale, block = scales or (gate_up, down), 0 if scales is None else SCALE_BLOCK
     slots, weights = slots.contiguous(), weights.contiguous()
+    chosen, extra = (slots, slots if table is None else table), {"TABLE": table is not None} | dependent(x)
     _gate_up_direct[(triton.cdiv(I, first.block_n), T * k)](
-        x, gate_up, scale[0], slots, hidden, gate_up.stride(0), D=D, I=I, K=k, BLOCK_N=first.block_n,
-        BLOCK_K=first.block_k, SCALE=block, num_warps=first.num_warps,
+        x, gate_up, scale[0], *chosen, hidden, gate_up.stride(0), D=D, I=I, K=k, BLOCK_N=first.block_n,
+        BLOCK_K=first.block_k, SCALE=block, num_warps=first.num_warps, **extra,
     )  # fmt: skip
     _down_direct[(triton.cdiv(D, second.block_n), T)](
-        hidden, down, scale[1], slots, weights, x if residual is None else residual, out, down.stride(0),
+        hidden, down, scale[1], *chosen, weights, x if residual is None else residual, out, down.stride(0),
         D=D, I=I, K=k,
         K2=triton.next_power_of_2(k), BLOCK_N=second.block_n, BLOCK_K=second.block_k,
-        SCALE=block, RESIDUAL=residual is not None, num_warps=second.num_warps,
+        SCALE=block, RESIDUAL=residual is not None, num_warps=second.num_warps, **extra,
     )  # fmt: skip
     return out
 
@@ -336,7 +357,7 @@ def experts_blocks(
         gate_up.stride(0), D,
         I, columns, K=k, BLOCK_M=block_m, BLOCK_N=first.block_n, BLOCK_K=first.block_k,
         EVEN_K=D % first.block_k == 0, GROUP=_GROUP, SCALE=block, num_warps=first.num_warps,
-        num_stages=first.num_stages,
+        num_stages=first.num_stages, **dependent(x),
     )  # fmt: skip
     columns = triton.cdiv(D, second.block_n)
     _down_blocks[(choices.max_blocks * columns,)](
@@ -344,7 +365,7 @@ def experts_blocks(
         down.stride(0), D, I,
         columns, BLOCK_M=block_m, BLOCK_N=second.block_n, BLOCK_K=second.block_k,
         EVEN_K=I % second.block_k == 0, GROUP=_GROUP, SCALE=block, num_warps=second.num_warps,
-        num_stages=second.num_stages,
+        num_stages=second.num_stages, **dependent(x),
     )  # fmt: skip
     return y
 
@@ -358,6 +379,6 @@ def combine(y: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tenso
     if T:
         _combine[(T, triton.cdiv(D, block))](
             y, weights.contiguous(), y if residual is None else residual, out, D, K=k, BLOCK=block,
-            RESIDUAL=residual is not None,
+            RESIDUAL=residual is not None, **dependent(y),
         )  # fmt: skip
     return out

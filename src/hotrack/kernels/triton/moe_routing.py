@@ -11,8 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hotrack.kernels.triton.device import dependent, enter
+
 _TILE = 8192  # elements of a [choices, experts] comparison held at a time
-_AT_ONCE = 1024  # choices that one program sorts alone: one launch instead of three
+_AT_ONCE = 4096  # choices that every program looks at: one launch instead of three
 _CHUNK = 2048  # choices per program beyond that
 MAX_EXPERTS = 512
 _PAD = 16  # padded places written at a time
@@ -21,8 +23,9 @@ _PAD = 16  # padded places written at a time
 @triton.jit(do_not_specialize=["num_tokens"])
 def _softmax_topk(
     logits, ids, weights, num_tokens, stride, E: tl.constexpr, E2: tl.constexpr, K: tl.constexpr,
-    K2: tl.constexpr, ROWS: tl.constexpr, RENORMALIZE: tl.constexpr,
+    K2: tl.constexpr, ROWS: tl.constexpr, RENORMALIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    enter(PDL)
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert, choice = tl.arange(0, E2), tl.arange(0, K2)
     inside = (token < num_tokens)[:, None] & (expert < E)[None, :]
@@ -61,7 +64,7 @@ def softmax_topk(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor,
         _softmax_topk[(triton.cdiv(T, rows),)](
             logits, ids, weights, T, logits.stride(0), E=E, E2=padded, K=top_k,
             K2=triton.next_power_of_2(top_k), ROWS=rows, RENORMALIZE=renormalize,
-            num_warps=1 if rows == 1 else 4,
+            num_warps=1 if rows == 1 else 4, **dependent(logits),
         )  # fmt: skip
     return ids, weights
 
@@ -132,17 +135,33 @@ def _lay_out(
     return start
 
 
-@triton.jit(do_not_specialize=["num_choices", "max_blocks"])
+@triton.jit(do_not_specialize=["num_choices"])
 def _sort_few(
-    slots, order, block_expert, num_blocks, num_choices, max_blocks, E2: tl.constexpr, BLOCK_M: tl.constexpr,
-    PAD: tl.constexpr, ROWS: tl.constexpr,
+    ids, table, order, block_expert, num_blocks, num_choices, E2: tl.constexpr, N2: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr, TABLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    expert = tl.arange(0, E2)
-    count = tl.zeros([E2], tl.int32)
-    for index in range(0, num_choices, ROWS):
-        count += tl.sum(_matches(slots, index, num_choices, expert, ROWS), 0)
-    start = _lay_out(count, order, block_expert, num_blocks, num_choices, max_blocks, E2, BLOCK_M, PAD, ROWS)
-    _place(slots, order, 0, num_choices, num_choices, start, expert, ROWS)
+    """One program per expert: all look at all choices, and each places its own."""
+    enter(PDL)
+    mine, expert, index = tl.program_id(0), tl.arange(0, E2), tl.arange(0, N2)
+    inside = index < num_choices
+    slot = tl.load(ids + index, mask=inside, other=0).to(tl.int32)
+    if TABLE:
+        slot = tl.load(table + slot, mask=inside, other=0).to(tl.int32)
+    blocks = (tl.histogram(slot, E2, mask=inside) + BLOCK_M - 1) // BLOCK_M
+    first = tl.sum(tl.where(expert < mine, blocks, 0), 0)
+    match = (inside & (slot == mine)).to(tl.int32)
+    count = tl.sum(match, 0)
+    used = (count + BLOCK_M - 1) // BLOCK_M
+    start = order + first * BLOCK_M
+    tl.store(start + tl.cumsum(match, 0) - 1, index, mask=match > 0)
+    pad = tl.arange(0, BLOCK_M)
+    tl.store(
+        start + count + pad, tl.zeros([BLOCK_M], tl.int32) + num_choices, mask=pad < used * BLOCK_M - count
+    )
+    block = tl.arange(0, BLOCKS)
+    tl.store(block_expert + first + block, tl.zeros([BLOCKS], tl.int32) + mine, mask=block < used)
+    if mine == 0:
+        tl.store(num_blocks, tl.sum(blocks, 0))
 
 
 @triton.jit(do_not_specialize=["num_choices"])
@@ -184,25 +203,30 @@ def _place_chunk(
     _place(slots, order, chunk * CHUNK, last, num_choices, start, expert, ROWS)
 
 
-def sort_choices(slots: Tensor, num_experts: int, block_m: int) -> SortedChoices:
-    """slots int32 or int64 [T, k], each in 0 .. num_experts - 1 -> its choices by expert, in token order."""
-    n, device = slots.numel(), slots.device
-    slots = slots.contiguous()
+def sort_choices(ids: Tensor, num_experts: int, block_m: int, table: Tensor | None = None) -> SortedChoices:
+    """ids int32 or int64 [T, k] of slots in 0 .. num_experts - 1, or of experts whose slots are in ``table``
+    -> its choices by slot, in token order."""
+    n, device = ids.numel(), ids.device
+    ids = ids.contiguous()
     bound = max_blocks(n, num_experts, block_m)
     order = torch.empty(bound * block_m, dtype=torch.int32, device=device)
     block_expert = torch.empty(bound, dtype=torch.int32, device=device)
     num_blocks = torch.empty(1, dtype=torch.int32, device=device)
     padded = max(2, triton.next_power_of_2(num_experts))
+    if n <= _AT_ONCE:
+        n2 = max(2, triton.next_power_of_2(n))
+        _sort_few[(num_experts,)](
+            ids, ids if table is None else table, order, block_expert, num_blocks, n, E2=padded, N2=n2,
+            BLOCK_M=block_m, BLOCKS=triton.next_power_of_2(triton.cdiv(n, block_m)), TABLE=table is not None,
+            num_warps=4 if n2 <= 1024 else 8, **dependent(ids),
+        )  # fmt: skip
+        return SortedChoices(order, block_expert, num_blocks, block_m)
+    slots = ids if table is None else table[ids]
     shape = {"E2": padded, "ROWS": max(2, min(_TILE // padded, triton.next_power_of_2(n)))}
     layout = {"BLOCK_M": block_m, "PAD": min(_PAD, block_m)}
-    if n <= _AT_ONCE:
-        _sort_few[(1,)](slots, order, block_expert, num_blocks, n, bound, **layout, **shape, num_warps=8)
-    else:
-        chunks = triton.cdiv(n, _CHUNK)
-        counts = torch.empty(chunks, padded, dtype=torch.int32, device=device)
-        _count[(chunks,)](slots, counts, n, CHUNK=_CHUNK, **shape, num_warps=8)
-        _starts[(1,)](
-            counts, order, block_expert, num_blocks, chunks, n, bound, **layout, **shape, num_warps=8
-        )
-        _place_chunk[(chunks,)](slots, counts, order, n, CHUNK=_CHUNK, **shape, num_warps=8)
+    chunks = triton.cdiv(n, _CHUNK)
+    counts = torch.empty(chunks, padded, dtype=torch.int32, device=device)
+    _count[(chunks,)](slots, counts, n, CHUNK=_CHUNK, **shape, num_warps=8)
+    _starts[(1,)](counts, order, block_expert, num_blocks, chunks, n, bound, **layout, **shape, num_warps=8)
+    _place_chunk[(chunks,)](slots, counts, order, n, CHUNK=_CHUNK, **shape, num_warps=8)
     return SortedChoices(order, block_expert, num_blocks, block_m)

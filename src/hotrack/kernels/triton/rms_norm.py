@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hotrack.kernels.triton.device import dependent, enter
+
 MAX_WIDTH = 1 << 15  # a row is held in registers
 WIDTH_PER_WARP = 256  # 16 bytes of bfloat16 per thread
 
@@ -12,11 +14,13 @@ WIDTH_PER_WARP = 256  # 16 bytes of bfloat16 per thread
 @triton.jit
 def _rms_norm(
     x, residual, weight, out, total, eps, x_stride, residual_stride,
-    D: tl.constexpr, PAD: tl.constexpr, ADD: tl.constexpr,
+    D: tl.constexpr, PAD: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, PAD)
     inside = column < D
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    enter(PDL)
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         value += tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
@@ -24,7 +28,7 @@ def _rms_norm(
         tl.store(total + row * D + column, rounded, mask=inside)
         value = rounded.to(tl.float32)  # what the next layer will add to
     factor = 1.0 / tl.sqrt(tl.sum(value * value, 0) / D + eps)
-    scaled = value * factor * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    scaled = value * factor * gain
     tl.store(out + row * D + column, scaled.to(out.dtype.element_ty), mask=inside)
 
 
@@ -41,6 +45,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> t
         _rms_norm[(len(rows),)](
             rows, added, weight, out, total, eps, rows.stride(0), added.stride(0),
             D=width, PAD=pad, ADD=residual is not None, num_warps=min(16, max(1, pad // WIDTH_PER_WARP)),
+            **dependent(x),
         )  # fmt: skip
     return out.view(x.shape), total.view(x.shape)
 

@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hotrack.kernels.paged import HeadShape, LayerKV
+from hotrack.kernels.triton.device import dependent, enter
 
 HEADS_AT_ONCE = 8
 
@@ -46,8 +47,9 @@ def _rotate_and_cache(
     k_block_stride, k_head_stride, k_token_stride, v_block_stride, v_head_stride, v_token_stride,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, HALF: tl.constexpr,
     PAD_HALF: tl.constexpr, PAD_REST: tl.constexpr, PAD_V: tl.constexpr, BLOCK: tl.constexpr,
-    NORM: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr,
+    NORM: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    enter(PDL)
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + token).to(tl.int64)
     block, offset = slot // BLOCK, slot % BLOCK
@@ -116,4 +118,5 @@ def rotate_and_cache(
             H=H, K=K, D=d, D_V=v_dim, HALF=half, PAD_HALF=triton.next_power_of_2(half),
             PAD_REST=triton.next_power_of_2(max(1, d - 2 * half)), PAD_V=triton.next_power_of_2(v_dim),
             BLOCK=kv.block_size, NORM=norms is not None, ROWS=HEADS_AT_ONCE, TURNS=turns, num_warps=4,
+            **dependent(qkv),
         )  # fmt: skip

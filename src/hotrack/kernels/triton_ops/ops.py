@@ -12,9 +12,11 @@ from hotrack.kernels.paged import HeadShape, LayerKV, PagedBatch
 from hotrack.kernels.reference.linear import LinearKernel
 from hotrack.kernels.reference.norm import NormKernel
 from hotrack.kernels.triton import gemv, moe_grouped, moe_routing
+from hotrack.kernels.triton.attention_decode import can_decode, decode_attention
 from hotrack.kernels.triton.ops import TritonAttention, TritonAttentionPlan
 from hotrack.kernels.triton.recurrent_ops import TritonRecurrent
-from hotrack.kernels.triton_ops import decode, moe, rotate
+from hotrack.kernels.triton.rope_cache import rotate_and_cache
+from hotrack.kernels.triton_ops import moe
 
 GENERAL = TritonAttention()  # decode steps, windows, sinks, values of another width
 MAX_STREAMED = 512  # tokens up to which experts' weights, not products, take the time
@@ -24,7 +26,8 @@ class FewRows(AddingLinear):
     """cuBLAS, but for the few rows of a decode step the weight is streamed by a kernel of ours."""
 
     def takes(self, x: Tensor) -> bool:
-        return len(x) <= gemv.MAX_ROWS and x.dtype == self.weight.dtype and x.stride(1) == 1
+        N, K = self.weight.shape
+        return gemv.wins(len(x), N, K) and x.dtype == self.weight.dtype and x.stride(1) == 1
 
     def __call__(self, x: Tensor) -> Tensor:
         return gemv.linear(x, self.weight, self.bias) if self.takes(x) else super().__call__(x)
@@ -63,9 +66,9 @@ class TritonOps(TritonRecurrent, CudaOps):
         if only_decodes or batch.window is not None or heads.v_dim != heads.head_dim:
             return GENERAL.plan_attention(batch, heads, dtype)
         if batch.block_stride % (batch.block_size * heads.head_dim):
-            return super().plan_attention(batch, heads, dtype)
-        num_elsewhere = batch.num_decodes if decode.can_decode(heads, batch.block_size) else 0
-        return CudaAttentionPlan(batch, heads, num_elsewhere)
+            return GENERAL.plan_attention(batch, heads, dtype)
+        fits = can_decode(heads.num_heads, heads.num_kv_heads, 1)
+        return CudaAttentionPlan(batch, heads, batch.num_decodes if fits else 0)
 
     def norm_rotate_and_cache(
         self,
@@ -77,16 +80,9 @@ class TritonOps(TritonRecurrent, CudaOps):
         kv: LayerKV,
         plan: AttentionPlan,
     ) -> None:
-        if isinstance(plan, TritonAttentionPlan):
-            GENERAL.norm_rotate_and_cache(qkv, heads, norms, cos, sin, kv, plan)
-            return
-        whole = cos.shape[-1] == heads.head_dim and rotate.can_rotate(heads)
-        if not whole or kv.rows is None or not isinstance(plan, CudaAttentionPlan):
-            super().norm_rotate_and_cache(qkv, heads, norms, cos, sin, kv, plan)
-            return
         weights = None if norms is None else (norms[0].weight, norms[1].weight)
         eps = 0.0 if norms is None else norms[0].eps
-        rotate.rotate_and_cache(qkv, heads, cos, sin, kv.rows, plan.new_vectors, weights, eps)
+        rotate_and_cache(qkv, heads, cos, sin, kv, plan.batch.slot_mapping, weights, eps)
 
     def paged_attention(self, q: Tensor, kv: LayerKV, plan: AttentionPlan, scale: float) -> Tensor:
         if isinstance(plan, TritonAttentionPlan):
@@ -95,19 +91,9 @@ class TritonOps(TritonRecurrent, CudaOps):
             return super().paged_attention(q, kv, plan, scale)
         batch, count = plan.batch, plan.num_elsewhere
         assert batch.seq_lens_device is not None, "the plan asked for them"
-        decoded = decode.decode_attention(
-            q[:count],
-            kv.rows,
-            batch.block_tables,
-            batch.seq_lens_device,
-            max(batch.seq_lens[:count]),
-            batch.block_stride // plan.heads.head_dim,
-            batch.block_size,
-            plan.heads,
-            scale,
-        )
-        if not plan.spans:
-            return decoded
+        lens = batch.seq_lens_device[:count]
+        longest = max(batch.seq_lens[:count])
+        decoded = decode_attention(q[:count], kv, batch.block_tables[:count], lens, longest, scale)
         return torch.cat((decoded, attention.paged_attention(q, kv.rows, plan, scale)))
 
     def sink_attention(
@@ -128,17 +114,18 @@ class TritonOps(TritonRecurrent, CudaOps):
         x: Tensor,
         gate_up: Tensor,
         down: Tensor,
-        slots: Tensor,
+        ids: Tensor,
         weights: Tensor,
-        residual: Tensor | None = None,
+        residual: Tensor | None,
+        slot_of: Tensor,
     ) -> Tensor:
         if len(x) > MAX_STREAMED:
-            return super().moe_experts(x, gate_up, down, slots, weights, residual)
-        return moe_grouped.moe_experts(x.contiguous(), gate_up, down, slots, weights, residual)
+            return super().moe_experts(x, gate_up, down, ids, weights, residual, slot_of)
+        return moe_grouped.moe_experts(x.contiguous(), gate_up, down, ids, weights, residual, table=slot_of)
 
     def routed_experts(
         self, x: Tensor, gate_up: Tensor, down: Tensor, slots: Tensor, weights: Tensor
     ) -> Tensor:
         return grouped.moe_experts(
-            x, gate_up, down, slots.long(), weights, activate=moe.silu_and_mul, combine=moe.combine
+            x, gate_up, down, slots, weights, activate=moe.silu_and_mul, combine=moe.combine
         )
