@@ -48,7 +48,8 @@ class World:
 class FakeMember:
     """``faults[operation]`` is a list of actions, one taken per call (the last one stays when ``sticky``).
 
-    Actions: 'error' (500, nothing done), 'error_after' (done, then 500), 'hang', 'die', 'lie' (200, nothing
+    Actions: 'error' (500, nothing done), 'error_after' (done, then 500), 'hang', 'timeout' (its client
+    gives up first), 'die', 'lie' (200, nothing
     done), 'lag' (200; bytes move ``lag_s`` later), 'wrong' (ask: repeated '!'). A streamed wake answers at
     once and lands ``wake_s`` later; 'land': 'error' makes what arrives wrong, so that it is asleep again.
     """
@@ -258,6 +259,8 @@ class FakeMember:
         fault = faults[0] if self.sticky and len(faults) == 1 else faults.pop(0)
         if fault == "error":
             raise MemberFailedError(f"{self.spec.name}: {operation} answered 500: out of memory")
+        if fault == "timeout":
+            raise MemberFailedError(f"{self.spec.name}: {operation} gave no answer") from TimeoutError()
         if fault == "hang":
             await asyncio.Event().wait()
         if fault == "die":

@@ -283,6 +283,10 @@ class CheckedMember:
             if task.done():
                 return task.result()
             raise NoAnswerError(f"{self.spec.name}: {what} gave no answer within {seconds:g} s")
+        except MemberFailedError as error:
+            if isinstance(error.__cause__, TimeoutError):  # its client had a deadline too, and was faster
+                raise NoAnswerError(error.message) from error
+            raise
         finally:
             task.cancel()
             alarm.cancel()

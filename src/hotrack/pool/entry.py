@@ -5,7 +5,7 @@ from collections import deque
 from math import inf
 from statistics import median
 
-from hotrack.core.errors import HotrackError
+from hotrack.core.errors import HotrackError, InsufficientMemoryError
 from hotrack.core.lifecycle import MemberState, check_member_move
 from hotrack.members.member import Member
 from hotrack.pool.events import SwapRecord
@@ -35,6 +35,7 @@ class Entry:
         "missed_probes",
         "num_cycles",
         "num_failures",
+        "num_postponed",
         "queue",
         "ready_since",
         "residue_bytes",
@@ -59,7 +60,8 @@ class Entry:
         self.last_used = -inf
         self.served = 0
         self.num_cycles = 0
-        self.num_failures = 0  # consecutive
+        self.num_failures = 0  # consecutive, its own
+        self.num_postponed = 0  # consecutive attempts that found the device full
         self.retry_at = -inf
         self.last_error = ""
         self.last_failed_swap = 0  # SwapRecord.number
@@ -91,10 +93,14 @@ class Entry:
         insort(self.queue, request, key=lambda r: r.order)
 
     def strike(self, error: HotrackError, now: float, policy: PoolPolicy) -> None:
-        """One more failure in a row: no new attempt before the back-off has passed."""
-        self.num_failures += 1
+        """One more failure in a row: no new attempt before the back-off has passed. A device that others
+        fill is no failure of its own, and must not bring it nearer to quarantine."""
+        if isinstance(error, InsufficientMemoryError) or isinstance(error.__cause__, InsufficientMemoryError):
+            self.num_postponed += 1
+        else:
+            self.num_failures += 1
         self.last_error = error.message
-        self.retry_at = now + policy.backoff_after(self.num_failures)
+        self.retry_at = now + policy.backoff_after(self.num_failures + self.num_postponed)
 
     def new_process_next(self, policy: PoolPolicy) -> bool:
         """After one more failure: the process that failed so often gets one successor, then quarantine."""

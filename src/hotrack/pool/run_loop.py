@@ -154,7 +154,7 @@ class RunLoop:
     def on_pardon(self, name: str) -> None:
         """An operator wants a failed or quarantined member tried again, now."""
         entry = self._entries[name]
-        entry.num_failures, entry.retry_at, holds = 0, -inf, entry.holds
+        entry.num_failures, entry.num_postponed, entry.retry_at, holds = 0, 0, -inf, entry.holds
         if entry.state is _S.QUARANTINED:
             self.moved(name, _S.STOPPED, "pardoned by the operator")
             entry.holds = holds  # a pardon frees no memory
@@ -241,7 +241,7 @@ class RunLoop:
         if error is None:
             if entry.last_failed_swap != record.number:
                 entry.num_failures = 0
-            entry.retry_at, entry.last_error = -inf, ""
+            entry.num_postponed, entry.retry_at, entry.last_error = 0, -inf, ""
             if entry.state is _S.VERIFYING:
                 self.moved(entry.name, _S.READY)
                 entry.ready_since = entry.last_used = now

@@ -114,14 +114,7 @@ class Transitions:
     async def _run(self, switch: Switch, record: SwapRecord, mode: SleepMode) -> Outcome:
         try:
             for victim in switch.victims:
-                if switch.stop and switch.cause is Cause.PROBE:
-                    await self._bury(victim)
-                elif switch.stop:
-                    await self._unload(victim)
-                elif victim in switch.cold:
-                    await self._unload(victim, f"even asleep it would leave no room for {switch.target}")
-                elif self.sink.state(victim) is _S.DRAINING:  # it may have died meanwhile
-                    await self._suspend(victim, mode, record, as_victim=True, room_for=switch.target)
+                await self._leave(victim, switch, record, mode)
             await self._bury_all()
             await self._end_heavy_sleepers(switch)
             await self._deepen(switch.target)
@@ -136,6 +129,20 @@ class Transitions:
         except HotrackError as error:
             return Outcome(error)
         return Outcome()
+
+    async def _leave(self, victim: str, switch: Switch, record: SwapRecord, mode: SleepMode) -> None:
+        """One victim gives its memory back, in the way that the switch wants."""
+        state = self.sink.state(victim)
+        if switch.stop and switch.cause is Cause.PROBE:
+            await self._bury(victim)
+        elif switch.stop:
+            await self._unload(victim)
+        elif state in (_S.FAILED, _S.QUARANTINED):
+            return  # since the switch began: it stays so, and what it holds is buried with the others
+        elif victim in switch.cold:
+            await self._unload(victim, f"even asleep it would leave no room for {switch.target}")
+        elif state is _S.DRAINING:
+            await self._suspend(victim, mode, record, as_victim=True, room_for=switch.target)
 
     async def _bury_all(self) -> None:
         """Who waits must not pay for a member that failed: what its process still holds goes now. One that

@@ -16,13 +16,14 @@ from hotrack.pool.policy import PoolPolicy
 QUIET = PoolPolicy(min_residency_s=0.0)
 
 
-def test_a_process_that_does_not_answer_is_not_asked_to_wake_again() -> None:
+@pytest.mark.parametrize("fault", ["hang", "timeout"])
+def test_a_process_that_does_not_answer_is_not_asked_to_wake_again(fault: str) -> None:
     """Its server says that it sleeps, and its memory is gone; a rank hangs."""
 
     async def main() -> None:
         async with Rig(policy=QUIET) as rig:
             await rig.request("a")
-            rig["b"].faults["wake"] = ["hang"]
+            rig["b"].faults["wake"] = [fault]
             answer = await rig.request("b")
             assert answer.code == "wake_failed"
             assert rig.world.operations("stop") == [("b", "stop")]

@@ -1,6 +1,7 @@
 """Sleepers that hold more than the plan allows, on virtual time with fake members."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -20,13 +21,13 @@ def undeclared(name: str, **changes: object) -> MemberSpec:
     return spec(name, residue_bytes=None, swap_bytes=None, **changes)
 
 
-def heavy_rig() -> Rig:
+def heavy_rig(policy: PoolPolicy = QUIET) -> Rig:
     """'a' keeps 40 GiB asleep, so that 'b' (60 GiB) does not fit beside it; 'c' (45 GiB) does."""
     world = World()
     specs = [undeclared("a"), undeclared("b"), undeclared("c", awake_bytes=45 * GIB)]
     FakeMember(specs[0], world, residue_bytes=40 * GIB)
     FakeMember(specs[2], world, awake_bytes=45 * GIB)
-    return Rig(specs=specs, policy=QUIET, world=world)
+    return Rig(specs=specs, policy=policy, world=world)
 
 
 def test_a_sleeper_too_heavy_for_the_next_boot_is_stopped() -> None:
@@ -78,6 +79,24 @@ def test_an_awake_member_known_to_keep_too_much_is_drained_and_stopped() -> None
             assert (await running).code == "ok"
             assert rig.state("a") is MemberState.STOPPED
             assert rig.world.count("sleep:wait", "a") == 1  # no sleep that was known to be useless
+            assert rig.world.violations == []
+
+    run_virtual(main())
+
+
+def test_a_victim_quarantined_while_it_drains_is_ended_and_stays_quarantined() -> None:
+    async def main() -> None:
+        async with heavy_rig(replace(QUIET, max_failures=1)) as rig:
+            for name in "aca":  # so that it is known to keep too much, and must end
+                assert (await rig.request(name)).code == "ok"
+            async with rig.pool.lease("a") as lease:
+                waiting = rig.spawn("b")
+                await asyncio.sleep(12)
+                assert rig.state("a") is MemberState.DRAINING
+                lease.engine_dead("rank 0 exited with status -9")
+                assert (await waiting).code == "ok"
+            assert rig.state("a") is MemberState.QUARANTINED
+            assert (await rig.request("a")).code == "member_failed"
             assert rig.world.violations == []
 
     run_virtual(main())

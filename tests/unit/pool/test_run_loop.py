@@ -7,7 +7,7 @@ import pytest
 from fakes.effects import FakeEffects, ManualClock
 from fakes.fake_member import FakeMember, World
 from fakes.pool_rig import spec
-from hotrack.core.errors import SleepError, WakeError
+from hotrack.core.errors import InsufficientMemoryError, SleepError, WakeError
 from hotrack.core.lifecycle import MemberState
 from hotrack.pool.capacity import OneAtATime
 from hotrack.pool.policy import PoolPolicy
@@ -265,6 +265,24 @@ def test_three_failures_in_a_row_quarantine_and_a_pardon_lifts_it() -> None:
     bench.loop.on_pardon("a")
     bench.request("a", "2")
     assert bench.calls[-1] == ("run", ">a")
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_full_device_backs_off_and_brings_nobody_nearer_to_quarantine(wrapped: bool) -> None:
+    bench = Bench()
+    for number in range(bench.policy.max_failures):
+        bench.request("b", str(number))
+        full = InsufficientMemoryError("a stranger holds 90 GiB")
+        error = WakeError("b did not wake") if wrapped else full
+        error.__cause__ = full if wrapped else None
+        bench.finish(error)
+        bench.finish()  # 'a' is restored
+        retry_in_s = bench.loop.status()[1].retry_in_s
+        assert retry_in_s == pytest.approx(bench.policy.backoff_s * 2**number)
+        assert retry_in_s is not None
+        bench.advance(retry_in_s)
+    bench.loop.on_exit("b", "exit code 1")
+    assert bench.loop.state("b") is S.FAILED  # its first failure of its own
 
 
 def test_operator_sleep_waits_for_its_turn_and_reports() -> None:
