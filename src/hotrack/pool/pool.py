@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from hotrack.core.clock import Clock, MonotonicClock
 from hotrack.core.errors import ConfigError, HotrackError, ModelNotFoundError
@@ -28,6 +29,7 @@ from hotrack.pool.status import MemberStatus
 from hotrack.pool.transitions import Transitions
 
 log = get_logger(__name__)
+T = TypeVar("T")
 WATCHED = frozenset({MemberState.READY, MemberState.ASLEEP})
 
 
@@ -64,6 +66,7 @@ class Pool:
         self.events.listen(self.metrics.observe)
         self._groups: dict[str, _Group] = {}
         self._gpus = dict(gpus or {})
+        self._unread: set[str] = set()  # whose memory could not be read when last looked at
         budgets = budgets or {}
         names = list(dict.fromkeys(spec.device_group for spec in members))
         if unknown := set(budgets) - set(names):
@@ -223,12 +226,26 @@ class Pool:
                 if loop.state(name) not in WATCHED:
                     continue
                 healthy = await member.healthy()
-                memory_bytes = await member.memory_bytes()
+                memory_bytes = await self._read(name, member.memory_bytes())
                 if loop.state(name) in WATCHED:
                     loop.on_probe(name, healthy=healthy, memory_bytes=memory_bytes)
             for name, gpu in self._gpus.items():
-                memory = await asyncio.to_thread(gpu.memory)
-                self._groups[name].loop.on_device_used(memory.used, num_swaps[name])
+                memory = await self._read(f"device of {name}", asyncio.to_thread(gpu.memory))
+                if memory is not None:
+                    self._groups[name].loop.on_device_used(memory.used, num_swaps[name])
+
+    async def _read(self, what: str, reading: Awaitable[T]) -> T | None:
+        """None when it cannot be read, which is said once: a lost GPU must not end the watch over everybody
+        else."""
+        try:
+            value = await reading
+        except HotrackError as error:
+            if what not in self._unread:
+                log.warning("%s: its memory cannot be read: %s", what, error.message)
+            self._unread.add(what)
+            return None
+        self._unread.discard(what)
+        return value
 
     async def _end(self, member: Member) -> None:
         if member.spec.command:

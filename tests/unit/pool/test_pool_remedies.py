@@ -9,6 +9,7 @@ import pytest
 from fakes.clock import run_virtual
 from fakes.fake_member import GIB
 from fakes.pool_rig import Rig, spec
+from hotrack.core.errors import ConfigError
 from hotrack.core.lifecycle import MemberState
 from hotrack.members.spec import MIB
 from hotrack.pool.policy import PoolPolicy
@@ -144,3 +145,22 @@ def test_more_memory_than_configured_is_said_at_the_first_start(caplog: pytest.L
     with caplog.at_level(logging.INFO, logger="hotrack"):
         run_virtual(main())
     assert sum("write `awake" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_lost_gpu_does_not_end_the_watch_over_the_others(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def lost() -> None:
+        raise ConfigError("gpu0: NVML does not tell its memory: GPU is lost")
+
+    async def main() -> None:
+        async with Rig(policy=QUIET) as rig:
+            monkeypatch.setattr(rig["a"], "memory_bytes", lost)
+            await asyncio.sleep(12)
+            rig["b"]._gone()  # nobody is told
+            await asyncio.sleep(60)
+            assert rig.world.count("launch", "b") == 1  # noticed, and replaced
+
+    with caplog.at_level(logging.WARNING, logger="hotrack"):
+        run_virtual(main())
+    assert sum("GPU is lost" in record.getMessage() for record in caplog.records) == 1
