@@ -130,11 +130,11 @@ class CheckedMember:
 
     async def put_back(self) -> bool:
         """After a failed wake: True when it is measured asleep again, if need be after one more sleep."""
-        if await self.found() is Found.ASLEEP:
-            return True
-        if not self.member.alive:
-            return False
         try:
+            if await self.found() is Found.ASLEEP:
+                return True
+            if not self.member.alive:
+                return False
             self._asleep_bytes = await self._sleep_once(SleepMode.ABORT, None)
         except HotrackError:
             return False

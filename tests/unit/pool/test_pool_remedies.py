@@ -164,3 +164,24 @@ def test_a_lost_gpu_does_not_end_the_watch_over_the_others(
     with caplog.at_level(logging.WARNING, logger="hotrack"):
         run_virtual(main())
     assert sum("GPU is lost" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_failed_wake_whose_memory_cannot_be_read_ends_the_process() -> None:
+    async def main() -> None:
+        async with Rig(policy=QUIET) as rig:
+            await rig.request("a")
+            read, member = rig["b"].memory_bytes, rig["b"]
+            member.faults["wake"] = ["error"]
+
+            async def lost_after_the_wake() -> int | None:
+                if rig.world.count("wake", "b") and not rig.world.count("stop", "b"):
+                    raise ConfigError("gpu0: NVML does not tell its memory")
+                return await read()
+
+            member.memory_bytes = lost_after_the_wake  # type: ignore[method-assign]
+            assert (await rig.request("b")).code == "wake_failed"
+            assert rig.world.operations("stop") == [("b", "stop")]
+            assert (await rig.request("b")).code == "ok"
+            assert rig.world.count("launch", "b") == 1
+
+    run_virtual(main())
