@@ -11,14 +11,11 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton")
 
 from hotrack.kernels.cuda_ops.attention import CudaAttentionPlan
-from hotrack.kernels.cuda_ops.moe import inverse_of, weighted_sum
 from hotrack.kernels.cuda_ops.ops import CudaOps
 from hotrack.kernels.paged import HeadShape, LayerKV, PagedBatch
 from hotrack.kernels.reference import attention as plain
-from hotrack.kernels.reference.linear import silu_and_mul
 from hotrack.kernels.reference.norm import NormKernel
 from hotrack.kernels.triton.ops import TritonAttentionPlan
-from hotrack.kernels.triton_ops import moe
 from hotrack.kernels.triton_ops.ops import TritonOps
 from hotrack.kvcache.spec import Paged, group_layers
 from hotrack.kvcache.tensors import KVTensors
@@ -63,23 +60,6 @@ def a_step(heads: HeadShape, query_lens: list[int], seq_lens: list[int], dtype: 
         group.row_bytes // dtype.itemsize, starts.to(DEVICE),
         torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE),
     )  # fmt: skip
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 2), (3, 24), (5, 96), (2, 3000)])
-def test_silu_and_mul(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    x = random(*shape, dtype=dtype)
-    close(moe.silu_and_mul(x), silu_and_mul(x.float()).to(dtype))
-    assert moe.silu_and_mul(x[:0]).shape == (0, shape[1] // 2)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1, 8), (3, 8, 24), (2, 3, 1500)])
-def test_combine(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    T, k, D = shape
-    y, weights = random(T * k, D, dtype=dtype), random(T, k, seed=1)
-    place = inverse_of(torch.randperm(T * k, generator=torch.Generator().manual_seed(2)).to(DEVICE))
-    close(moe.combine(y, place, weights), weighted_sum(y, place, weights))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

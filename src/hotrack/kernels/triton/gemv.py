@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hotrack.kernels.triton.device import dependent, device_of, enter
+from hotrack.kernels.triton.device import dependent, device_of, enter, fetch
 from hotrack.kernels.triton.moe_grouped import Tile
 
 MAX_ROWS = 16
@@ -24,8 +24,10 @@ _WIDE = 1 << 16  # channels of a vocabulary's head
 def _one_row(
     x, weight, bias, residual, out, N, x_stride, K: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, EVICTION: tl.constexpr,
-    PDL: tl.constexpr,
+    LINES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        fetch(weight, tl.program_id(0) * BLOCK_N, N, K, BLOCK_N, LINES)
     channel = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     at = weight + channel.to(tl.int64)[:, None] * K
     lane = tl.arange(0, BLOCK_K)[None, :]
@@ -54,11 +56,14 @@ def _one_row(
 
 @triton.jit(do_not_specialize=["M"])
 def _few_rows(
-    x, weight, bias, residual, out, M, N, K, x_stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
-    PDL: tl.constexpr,
+    x, weight, bias, residual, out, M, N, x_stride, K: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    LINES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        fetch(weight, tl.program_id(0) * BLOCK_N, N, K, BLOCK_N, LINES)
     enter(PDL)
+    EVEN_K: tl.constexpr = K % BLOCK_K == 0
     row, lane = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
     channel = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row, is_channel = (row < M)[:, None], (channel < N)[None, :]
@@ -126,7 +131,7 @@ def linear(
     grid = (triton.cdiv(N, tile.block_n),)
     extra = (out if bias is None else bias, out if residual is None else residual)
     flags = {"BIAS": bias is not None, "RESIDUAL": residual is not None, "num_warps": tile.num_warps}
-    flags |= dependent(x)
+    flags |= {"LINES": triton.next_power_of_2(triton.cdiv(K, 64)), **dependent(x)}
     if row_by_row(M, N, K):
         _one_row[(*grid, M)](
             x, weight, *extra, out, N, x.stride(0), K=K, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
@@ -134,7 +139,7 @@ def linear(
         )  # fmt: skip
     else:
         _few_rows[grid](
-            x, weight, *extra, out, M, N, K, x.stride(0), BLOCK_M=MAX_ROWS, BLOCK_N=tile.block_n,
-            BLOCK_K=tile.block_k, EVEN_K=K % tile.block_k == 0, num_stages=tile.num_stages, **flags,
+            x, weight, *extra, out, M, N, x.stride(0), K=K, BLOCK_M=MAX_ROWS, BLOCK_N=tile.block_n,
+            BLOCK_K=tile.block_k, num_stages=tile.num_stages, **flags,
         )  # fmt: skip
     return out

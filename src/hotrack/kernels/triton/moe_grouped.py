@@ -237,7 +237,7 @@ def choose_block_m(choices: int, num_experts: int) -> int:
 def choose_tiles(block_m: int, itemsize: int, device: Device, scaled: bool = False) -> tuple[Tile, Tile]:
     """(gate and up, down): as many stages in flight as shared memory takes. ``itemsize``: of the inputs."""
     if block_m <= 32:
-        shapes = (32, 128, 4), (64, 128, 4)
+        shapes = (32, 128, 4), (128, 128, 4)
     elif block_m == 64:
         shapes = (64, 64, 4), (128, 64, 4)
     else:
@@ -260,7 +260,7 @@ def choose_direct_tiles(D: int, I: int, scaled: bool = False) -> tuple[Tile, Til
     """(gate and up, down) of one or two tokens: 16 bytes a thread and load, hundreds of programs."""
     if scaled:
         return Tile(16, SCALE_BLOCK, 4), Tile(4, SCALE_BLOCK, 4)
-    return Tile(4, _divisor(D, 1024), 4), Tile(2, _divisor(I, 256), 4)
+    return Tile(4, _divisor(D, 512), 8), Tile(4, _divisor(I, 256), 2)
 
 
 def _divisor(width: int, limit: int) -> int:

@@ -5,7 +5,6 @@ from torch import Tensor
 
 from hotrack.kernels.base import AttentionPlan
 from hotrack.kernels.cuda_ops import attention
-from hotrack.kernels.cuda_ops import moe as grouped
 from hotrack.kernels.cuda_ops.attention import CudaAttentionPlan
 from hotrack.kernels.cuda_ops.ops import AddingLinear, CudaOps
 from hotrack.kernels.paged import HeadShape, LayerKV, PagedBatch
@@ -16,10 +15,9 @@ from hotrack.kernels.triton.attention_decode import can_decode, decode_attention
 from hotrack.kernels.triton.ops import TritonAttention, TritonAttentionPlan
 from hotrack.kernels.triton.recurrent_ops import TritonRecurrent
 from hotrack.kernels.triton.rope_cache import rotate_and_cache
-from hotrack.kernels.triton_ops import moe
+from hotrack.kernels.triton.silu import silu_and_mul
 
 GENERAL = TritonAttention()  # decode steps, windows, sinks, values of another width
-MAX_STREAMED = 512  # tokens up to which experts' weights, not products, take the time
 
 
 class FewRows(AddingLinear):
@@ -49,7 +47,7 @@ class FusedGateUp(FewRows):
     """``silu(gate(x)) * up(x)``, the activation in one kernel."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        return moe.silu_and_mul(super().__call__(x))
+        return silu_and_mul(super().__call__(x))
 
 
 class TritonOps(TritonRecurrent, CudaOps):
@@ -119,13 +117,4 @@ class TritonOps(TritonRecurrent, CudaOps):
         residual: Tensor | None,
         slot_of: Tensor,
     ) -> Tensor:
-        if len(x) > MAX_STREAMED:
-            return super().moe_experts(x, gate_up, down, ids, weights, residual, slot_of)
         return moe_grouped.moe_experts(x.contiguous(), gate_up, down, ids, weights, residual, table=slot_of)
-
-    def routed_experts(
-        self, x: Tensor, gate_up: Tensor, down: Tensor, slots: Tensor, weights: Tensor
-    ) -> Tensor:
-        return grouped.moe_experts(
-            x, gate_up, down, slots, weights, activate=moe.silu_and_mul, combine=moe.combine
-        )
