@@ -76,6 +76,33 @@ def test_attention(
     torch.testing.assert_close(ops.paged_attention(q, kv, plan, 0.4), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("tokens", [3, 8, 13])
+def test_a_whole_prompt(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device whose cuDNN is asked, with lengths padded to 8."""
+    monkeypatch.setattr(attention, "LONG_PROMPT", 1)
+    monkeypatch.setattr(attention, "PROMPT_STEP", 8)
+    monkeypatch.setattr(attention, "_has_flash", lambda q: True)
+    monkeypatch.setattr(attention, "_has_fast_cudnn", lambda index: True)
+    kv, batch = a_step([tokens], [tokens])
+    plan = CudaOps().plan_attention(batch, HEADS, torch.float32)
+    q = random(tokens, HEADS.num_heads, HEADS.head_dim, seed=3)
+    expected = plain_attention.paged_attention(q, kv, batch, 0.4)
+    monkeypatch.setattr(attention, "flash_varlen", None)
+    torch.testing.assert_close(CudaOps().paged_attention(q, kv, plan, 0.4), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_only_whole_prompts_are_cudnns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "LONG_PROMPT", 4)
+    monkeypatch.setattr(attention, "_has_flash", lambda q: True)
+    monkeypatch.setattr(attention, "_has_fast_cudnn", lambda index: True)
+    q = random(1, HEADS.num_heads, HEADS.head_dim)
+    for query_lens, seq_lens, long in (([4], [4], True), ([3], [3], False), ([5], [9], False)):
+        _, batch = a_step(query_lens, seq_lens)
+        plan = CudaOps().plan_attention(batch, HEADS, torch.float32)
+        assert isinstance(plan, attention.CudaAttentionPlan)
+        assert [attention._is_long_prompt(q, span) for span in plan.spans] == [long]
+
+
 def test_decodes_are_gathered_apart_from_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "GATHER_TOKENS", 16)
     _, batch = a_step([1, 1, 1, 2], [10, 6, 1, 40])

@@ -11,7 +11,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("nothing is compiled when interpreting", allow_module_level=True)
 
 from fakes.triton_compile import compile_launch, recorded
-from hotrack.kernels.triton import gemv, moe_grouped, moe_routing, sampling, silu
+from hotrack.kernels.triton import gemv, moe_grouped, moe_routing, rms_norm, sampling, silu
 from hotrack.kernels.triton.device import Device
 
 DEVICES = {
@@ -89,6 +89,29 @@ def test_float8_experts_compile(monkeypatch: pytest.MonkeyPatch, capability: int
             scales=scales,
         )
     check(launches, capability)
+
+
+def test_kernels_may_begin_before_the_last_one_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kernel of a decode step waits; those whose weights are known load some first."""
+    for module in (moe_grouped, moe_routing, gemv, rms_norm):
+        monkeypatch.setattr(module, "dependent", lambda x: {"PDL": True, "launch_pdl": True})
+    for module in (moe_grouped, gemv):
+        monkeypatch.setattr(module, "device_of", lambda x: DEVICES[90])
+    slots, weights = meta(1, K, dtype=torch.int32), meta(1, K, dtype=torch.float32)
+    with recorded(moe_grouped, moe_routing, gemv, rms_norm) as launches:
+        rms_norm.rms_norm(meta(1, D), meta(D), 1e-6)
+        gemv.linear(meta(1, D), meta(5120, D))
+        moe_routing.softmax_topk(meta(1, E), K, True)
+        moe_grouped.moe_experts(meta(1, D), meta(E, 2 * I, D), meta(E, D, I), slots, weights)
+        moe_routing.sort_choices(slots, E, 16)
+        moe_grouped.combine(meta(K, D), weights)
+    early = set()
+    for name, ptx in check(launches, 90).items():
+        wait = ptx.index("griddepcontrol.wait")
+        assert wait < ptx.index("griddepcontrol.launch_dependents") < ptx.index("st.global")
+        if 0 <= ptx.find("ld.global") < wait:
+            early.add(name)
+    assert early == {"_rms_norm", "_one_row", "_down_direct"}
 
 
 @pytest.mark.parametrize("capability", [80, 90])

@@ -29,19 +29,6 @@ def enter(PDL: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
-@triton.jit
-def fetch(weight, first, rows, K: tl.constexpr, BLOCK: tl.constexpr, LINES: tl.constexpr):
-    """Start to bring ``BLOCK`` rows of ``weight`` [rows, K] into the cache, 64 elements at a time: before
-    :func:`enter`, while the kernel before still runs."""
-    row = tl.minimum(first + tl.arange(0, BLOCK), rows - 1).to(tl.int64)
-    line = tl.minimum(tl.arange(0, LINES) * 64, K - 1)
-    at = weight + row[:, None] * K + line[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64, bitcast=True)], dtype=tl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
-
-
 @functools.cache
 def _overlaps(index: int) -> bool:
     return torch.cuda.get_device_capability(index) >= (9, 0)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hotrack.kernels.triton.device import dependent, device_of, enter, fetch
+from hotrack.kernels.triton.device import dependent, device_of, enter
 from hotrack.kernels.triton.moe_grouped import Tile
 
 MAX_ROWS = 16
@@ -24,10 +24,8 @@ _WIDE = 1 << 16  # channels of a vocabulary's head
 def _one_row(
     x, weight, bias, residual, out, N, x_stride, K: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, EVICTION: tl.constexpr,
-    LINES: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        fetch(weight, tl.program_id(0) * BLOCK_N, N, K, BLOCK_N, LINES)
     channel = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     at = weight + channel.to(tl.int64)[:, None] * K
     lane = tl.arange(0, BLOCK_K)[None, :]
@@ -58,10 +56,8 @@ def _one_row(
 def _few_rows(
     x, weight, bias, residual, out, M, N, x_stride, K: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
-    LINES: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        fetch(weight, tl.program_id(0) * BLOCK_N, N, K, BLOCK_N, LINES)
     enter(PDL)
     EVEN_K: tl.constexpr = K % BLOCK_K == 0
     row, lane = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
@@ -102,7 +98,7 @@ def choose_tile(M: int, N: int, K: int, itemsize: int, shared_bytes: int) -> Til
     if row_by_row(M, N, K):
         block_k = min(1024, K & -K)
         block_k = block_k if block_k >= 128 else min(1024, triton.next_power_of_2(K))
-        return Tile(4 if N >= 4 * _PROGRAMS else 2, block_k, 4)
+        return Tile(4 if N >= 4 * _PROGRAMS else 2, block_k, 8)
     block_n = 16 if N < 64 * _PROGRAMS // 4 else 64
     block_k = 256 if block_n == 16 else 128
     used = (16 + block_n) * block_k * itemsize
@@ -131,7 +127,7 @@ def linear(
     grid = (triton.cdiv(N, tile.block_n),)
     extra = (out if bias is None else bias, out if residual is None else residual)
     flags = {"BIAS": bias is not None, "RESIDUAL": residual is not None, "num_warps": tile.num_warps}
-    flags |= {"LINES": triton.next_power_of_2(triton.cdiv(K, 64)), **dependent(x)}
+    flags |= dependent(x)
     if row_by_row(M, N, K):
         _one_row[(*grid, M)](
             x, weight, *extra, out, N, x.stride(0), K=K, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,

@@ -10,6 +10,7 @@ Two ways, by how many choices share an expert's weights:
 Every kernel takes sizes and grids from shapes alone, so a captured graph replays for any routing.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,14 @@ DIRECT_TOKENS = 2  # beyond, tokens begin to share experts
 SCALE_BLOCK = 128  # rows and columns of a weight that share a scale
 Scales = tuple[Tensor, Tensor]
 _RESERVED = 2 << 10  # shared memory that Triton keeps for itself
+# (block_n, block_k, num_warps) of gate and up, and of down, the first that fits; measured on an H200.
+_Shapes = Sequence[tuple[int, int, int]]
+_TILES_FEW: tuple[_Shapes, _Shapes] = [(32, 128, 4)], [(128, 128, 4), (64, 128, 4)]
+_TILES_64: tuple[_Shapes, _Shapes] = [(128, 64, 4), (64, 64, 4)], [(128, 64, 8), (64, 64, 4)]
+_TILES_128: tuple[_Shapes, _Shapes] = (
+    [(128, 64, 8), (64, 64, 8)],
+    [(256, 64, 8), (128, 64, 8), (64, 64, 8)],
+)
 _GROUP = 8  # blocks of choices that pass over the same weights together, while those are in the cache
 
 
@@ -236,24 +245,29 @@ def choose_block_m(choices: int, num_experts: int) -> int:
 
 def choose_tiles(block_m: int, itemsize: int, device: Device, scaled: bool = False) -> tuple[Tile, Tile]:
     """(gate and up, down): as many stages in flight as shared memory takes. ``itemsize``: of the inputs."""
-    if block_m <= 32:
-        shapes = (32, 128, 4), (128, 128, 4)
-    elif block_m == 64:
-        shapes = (64, 64, 4), (128, 64, 4)
-    else:
-        shapes = (64, 64, 8), (128, 64, 8)
-    if scaled:
-        shapes = (shapes[0][0], SCALE_BLOCK, shapes[0][2]), (shapes[1][0], SCALE_BLOCK, shapes[1][2])
-    bytes_each = [
-        (block_m + n * parts) * k * itemsize for (n, k, _), parts in zip(shapes, (2, 1), strict=True)
-    ]
+    few = block_m <= 32
+    wanted = _TILES_FEW if few else _TILES_64 if block_m == 64 else _TILES_128
+    choices = list(wanted)
+    if scaled:  # a tile has one scale
+        choices = [[(min(n, SCALE_BLOCK), SCALE_BLOCK, warps) for n, _, warps in some] for some in wanted]
     # Short tiles leave half of the memory to a second program on the same multiprocessor.
-    budget = (device.shared_bytes - _RESERVED) // (2 if block_m <= 32 else 1)
+    budget = (device.shared_bytes - _RESERVED) // (2 if few else 1)
     first, second = (
-        Tile(n, k, warps, max(2, min(4, budget // used)))
-        for (n, k, warps), used in zip(shapes, bytes_each, strict=True)
+        _fitting(some, block_m, parts, itemsize, budget, 4 if few else 3)
+        for some, parts in zip(choices, (2, 1), strict=True)
     )
     return first, second
+
+
+def _fitting(shapes: _Shapes, rows: int, parts: int, itemsize: int, budget: int, stages: int) -> Tile:
+    """The first of the (block_n, block_k, num_warps) of which two stages are within ``budget`` bytes, else
+    the last. ``parts``: weights beside each other."""
+
+    def stage_bytes(shape: tuple[int, int, int]) -> int:
+        return (rows + shape[0] * parts) * shape[1] * itemsize
+
+    shape = next((shape for shape in shapes if 2 * stage_bytes(shape) <= budget), shapes[-1])
+    return Tile(*shape, max(2, min(stages, budget // stage_bytes(shape))))
 
 
 def choose_direct_tiles(D: int, I: int, scaled: bool = False) -> tuple[Tile, Tile]:

@@ -13,11 +13,8 @@ from torch import Tensor
 
 from hotrack.kernels.triton.device import dependent, enter
 
-_TILE = 8192  # elements of a [choices, experts] comparison held at a time
-_AT_ONCE = 4096  # choices that every program looks at: one launch instead of three
-_CHUNK = 2048  # choices per program beyond that
+_AT_ONCE = 4096  # choices that a program looks at together
 MAX_EXPERTS = 512
-_PAD = 16  # padded places written at a time
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -95,112 +92,45 @@ def max_blocks(choices: int, num_experts: int, block_m: int) -> int:
 
 
 @triton.jit
-def _matches(slots, first, num_choices, expert, ROWS: tl.constexpr):
-    """int32 [ROWS, E2]: 1 where the choice goes to the expert."""
-    index = first + tl.arange(0, ROWS)
-    slot = tl.load(slots + index, mask=index < num_choices, other=-1)
-    return (slot[:, None] == expert[None, :]).to(tl.int32)
-
-
-@triton.jit
-def _place(slots, order, first, last, num_choices, start, expert, ROWS: tl.constexpr):
-    """Choices first .. last to their places; ``start`` [E2] is where each expert's next one goes."""
-    for index in range(first, last, ROWS):
-        match = _matches(slots, index, num_choices, expert, ROWS)
-        place = tl.sum(match * (tl.cumsum(match, 0) - 1 + start[None, :]), 1)
-        choice = index + tl.arange(0, ROWS)
-        tl.store(order + place, choice, mask=tl.sum(match, 1) > 0)
-        start += tl.sum(match, 0)
-
-
-@triton.jit
-def _lay_out(
-    count, order, block_expert, num_blocks, num_choices, max_blocks,
-    E2: tl.constexpr, BLOCK_M: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """count [E2] -> where each expert starts; writes everything but the choices themselves."""
-    blocks = (count + BLOCK_M - 1) // BLOCK_M
-    end = tl.cumsum(blocks, 0)
-    start = (end - blocks) * BLOCK_M
-    used = tl.sum(blocks, 0)
-    tl.store(num_blocks, used)
-    for offset in range(0, BLOCK_M, PAD):
-        place = (start + count)[:, None] + offset + tl.arange(0, PAD)[None, :]
-        empty = tl.zeros([E2, PAD], tl.int32) + num_choices
-        tl.store(order + place, empty, mask=place < (end * BLOCK_M)[:, None])
-    for first in range(0, used, ROWS):
-        block = first + tl.arange(0, ROWS)
-        owner = tl.sum((end[None, :] <= block[:, None]).to(tl.int32), 1)
-        tl.store(block_expert + block, owner, mask=(block < used) & (block < max_blocks))
-    return start
-
-
-@triton.jit(do_not_specialize=["num_choices"])
-def _sort_few(
-    ids, table, order, block_expert, num_blocks, num_choices, E2: tl.constexpr, N2: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr, TABLE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One program per expert: all look at all choices, and each places its own."""
-    enter(PDL)
-    mine, expert, index = tl.program_id(0), tl.arange(0, E2), tl.arange(0, N2)
+def _slots(ids, table, index, num_choices, TABLE: tl.constexpr):
     inside = index < num_choices
     slot = tl.load(ids + index, mask=inside, other=0).to(tl.int32)
     if TABLE:
         slot = tl.load(table + slot, mask=inside, other=0).to(tl.int32)
-    blocks = (tl.histogram(slot, E2, mask=inside) + BLOCK_M - 1) // BLOCK_M
+    return slot, inside
+
+
+@triton.jit(do_not_specialize=["num_choices"])
+def _sort(
+    ids, table, order, block_expert, num_blocks, num_choices, E2: tl.constexpr, N2: tl.constexpr,
+    BLOCK_M: tl.constexpr, TABLE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program per expert: all look at all choices, N2 at a time, and each places its own."""
+    enter(PDL)
+    mine, expert, lane = tl.program_id(0), tl.arange(0, E2), tl.arange(0, N2)
+    counts = tl.zeros([E2], tl.int32)
+    for start in range(0, num_choices, N2):
+        slot, inside = _slots(ids, table, start + lane, num_choices, TABLE)
+        counts += tl.histogram(slot, E2, mask=inside)
+    blocks = (counts + BLOCK_M - 1) // BLOCK_M
     first = tl.sum(tl.where(expert < mine, blocks, 0), 0)
-    match = (inside & (slot == mine)).to(tl.int32)
-    count = tl.sum(match, 0)
-    used = (count + BLOCK_M - 1) // BLOCK_M
-    start = order + first * BLOCK_M
-    tl.store(start + tl.cumsum(match, 0) - 1, index, mask=match > 0)
-    pad = tl.arange(0, BLOCK_M)
-    tl.store(
-        start + count + pad, tl.zeros([BLOCK_M], tl.int32) + num_choices, mask=pad < used * BLOCK_M - count
-    )
-    block = tl.arange(0, BLOCKS)
-    tl.store(block_expert + first + block, tl.zeros([BLOCKS], tl.int32) + mine, mask=block < used)
+    used = tl.sum(tl.where(expert == mine, blocks, 0), 0)
+    place = first * BLOCK_M
+    for start in range(0, num_choices, N2):
+        index = start + lane
+        slot, inside = _slots(ids, table, index, num_choices, TABLE)
+        match = (inside & (slot == mine)).to(tl.int32)
+        tl.store(order + place + tl.cumsum(match, 0) - 1, index, mask=match > 0)
+        place += tl.sum(match, 0)
+    pad = place + tl.arange(0, BLOCK_M)
+    empty = tl.zeros([BLOCK_M], tl.int32) + num_choices
+    tl.store(order + pad, empty, mask=pad < (first + used) * BLOCK_M)
+    for start in range(0, used, BLOCK_M):
+        block = start + tl.arange(0, BLOCK_M)
+        owner = tl.zeros([BLOCK_M], tl.int32) + mine
+        tl.store(block_expert + first + block, owner, mask=block < used)
     if mine == 0:
         tl.store(num_blocks, tl.sum(blocks, 0))
-
-
-@triton.jit(do_not_specialize=["num_choices"])
-def _count(slots, counts, num_choices, E2: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
-    chunk, expert = tl.program_id(0), tl.arange(0, E2)
-    count = tl.zeros([E2], tl.int32)
-    for offset in range(0, CHUNK, ROWS):
-        count += tl.sum(_matches(slots, chunk * CHUNK + offset, num_choices, expert, ROWS), 0)
-    tl.store(counts + chunk * E2 + expert, count)
-
-
-@triton.jit(do_not_specialize=["chunks", "num_choices", "max_blocks"])
-def _starts(
-    counts, order, block_expert, num_blocks, chunks, num_choices, max_blocks, E2: tl.constexpr,
-    BLOCK_M: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Counts of the chunks become where each chunk's choices of each expert start."""
-    expert, row = tl.arange(0, E2), tl.arange(0, ROWS)
-    count = tl.zeros([E2], tl.int32)
-    for first in range(0, chunks, ROWS):
-        place = counts + (first + row)[:, None] * E2 + expert[None, :]
-        count += tl.sum(tl.load(place, mask=(first + row < chunks)[:, None], other=0), 0)
-    start = _lay_out(count, order, block_expert, num_blocks, num_choices, max_blocks, E2, BLOCK_M, PAD, ROWS)
-    for first in range(0, chunks, ROWS):
-        place = counts + (first + row)[:, None] * E2 + expert[None, :]
-        here = (first + row < chunks)[:, None]
-        found = tl.load(place, mask=here, other=0)
-        tl.store(place, start[None, :] + tl.cumsum(found, 0) - found, mask=here)
-        start += tl.sum(found, 0)
-
-
-@triton.jit(do_not_specialize=["num_choices"])
-def _place_chunk(
-    slots, starts, order, num_choices, E2: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr
-):
-    chunk, expert = tl.program_id(0), tl.arange(0, E2)
-    start = tl.load(starts + chunk * E2 + expert)
-    last = tl.minimum(num_choices, (chunk + 1) * CHUNK)
-    _place(slots, order, chunk * CHUNK, last, num_choices, start, expert, ROWS)
 
 
 def sort_choices(ids: Tensor, num_experts: int, block_m: int, table: Tensor | None = None) -> SortedChoices:
@@ -212,21 +142,10 @@ def sort_choices(ids: Tensor, num_experts: int, block_m: int, table: Tensor | No
     order = torch.empty(bound * block_m, dtype=torch.int32, device=device)
     block_expert = torch.empty(bound, dtype=torch.int32, device=device)
     num_blocks = torch.empty(1, dtype=torch.int32, device=device)
-    padded = max(2, triton.next_power_of_2(num_experts))
-    if n <= _AT_ONCE:
-        n2 = max(2, triton.next_power_of_2(n))
-        _sort_few[(num_experts,)](
-            ids, ids if table is None else table, order, block_expert, num_blocks, n, E2=padded, N2=n2,
-            BLOCK_M=block_m, BLOCKS=triton.next_power_of_2(triton.cdiv(n, block_m)), TABLE=table is not None,
-            num_warps=4 if n2 <= 1024 else 8, **dependent(ids),
-        )  # fmt: skip
-        return SortedChoices(order, block_expert, num_blocks, block_m)
-    slots = ids if table is None else table[ids]
-    shape = {"E2": padded, "ROWS": max(2, min(_TILE // padded, triton.next_power_of_2(n)))}
-    layout = {"BLOCK_M": block_m, "PAD": min(_PAD, block_m)}
-    chunks = triton.cdiv(n, _CHUNK)
-    counts = torch.empty(chunks, padded, dtype=torch.int32, device=device)
-    _count[(chunks,)](slots, counts, n, CHUNK=_CHUNK, **shape, num_warps=8)
-    _starts[(1,)](counts, order, block_expert, num_blocks, chunks, n, bound, **layout, **shape, num_warps=8)
-    _place_chunk[(chunks,)](slots, counts, order, n, CHUNK=_CHUNK, **shape, num_warps=8)
+    n2 = min(_AT_ONCE, max(2, triton.next_power_of_2(n)))
+    _sort[(num_experts,)](
+        ids, ids if table is None else table, order, block_expert, num_blocks, n,
+        E2=max(2, triton.next_power_of_2(num_experts)), N2=n2, BLOCK_M=block_m, TABLE=table is not None,
+        num_warps=4 if n2 <= 1024 else 8, **dependent(ids),
+    )  # fmt: skip
     return SortedChoices(order, block_expert, num_blocks, block_m)
