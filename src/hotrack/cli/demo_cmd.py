@@ -167,7 +167,10 @@ class _Demo:
 
     def _stay(self, api: "Api", names: list[str]) -> None:
         self._console.print(f"\nThe server is up at {api.url}. Ctrl-C ends it. Try:\n")
-        body = '{"model": "%s", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}'
+        body = (
+            '{"model": "%s", "messages": [{"role": "user", "content": "What is the capital of France?"}], '
+            '"temperature": 0, "max_tokens": 32}'
+        )
         for name, remark in ((names[1], "awake now"), (names[0], "asleep: this one triggers a swap")):
             self._console.print(f"# {name} is {remark}", style="dim")
             line = (
@@ -215,7 +218,10 @@ def _table(outcome: "Outcome") -> Any:
             _change(swap, "target"),
             "yes" if identical(outcome, answer) else "NO",
         )
-    table.caption = "token: ready to first byte (2: whole answer); same: tokens as never slept"
+    table.caption = (
+        "token: from ready to the first byte; of swap 2, which does not stream, to the whole answer\n"
+        "same: the tokens are those of an engine that never slept"
+    )
     table.caption_justify = "left"
     return table
 

@@ -130,7 +130,8 @@ class GpuLedger:
             f"of {format_bytes(self.budget.total_bytes)} on {self.budget.device}: {ending}"
         )
         warnings = tuple(
-            f"unmeasured {label}: {format_bytes(term.num_bytes)} is an assumption"
+            f"unmeasured {label}: {format_bytes(term.num_bytes)} is an assumption; write what "
+            f"`hotrack ps` shows later under the model's `memory`"
             for label, term in terms
             if term.provenance is Provenance.ASSUMED
         )
