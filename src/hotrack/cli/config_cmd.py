@@ -65,8 +65,14 @@ def plan_warnings(config: "PoolConfig") -> tuple[str, ...]:
     Raises:
         ConfigError: a member cannot be awake even alone.
     """
-    from hotrack.core.errors import CheckpointError
     from hotrack.gateway.build import check_budget
+
+    return check_budget(config, known_weights(config))
+
+
+def known_weights(config: "PoolConfig") -> dict[str, int]:
+    """Bytes of the weights of those members whose model files are here; fetches nothing."""
+    from hotrack.core.errors import CheckpointError
     from hotrack.modelspec.bytes import weight_bytes
     from hotrack.modelspec.load import load_spec
 
@@ -81,7 +87,7 @@ def plan_warnings(config: "PoolConfig") -> tuple[str, ...]:
                 known[name] = weight_bytes(load_spec(path), dtype)
         except CheckpointError:
             continue  # said by the member itself when it starts
-    return check_budget(config, known)
+    return known
 
 
 def _local_path(model: str) -> Path | None:

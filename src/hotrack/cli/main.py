@@ -13,6 +13,7 @@ from hotrack.cli import (
     demo_cmd,
     doctor_cmd,
     engine_cmd,
+    plan_cmd,
     ps_cmd,
     pull_cmd,
     residency_cmd,
@@ -36,6 +37,7 @@ app.command("chat")(chat_cmd.chat)
 app.command("ps")(ps_cmd.ps)
 app.command("sleep")(residency_cmd.sleep)
 app.command("wake")(residency_cmd.wake)
+app.command("plan")(plan_cmd.plan)
 app.command("validate")(config_cmd.validate)
 app.add_typer(config_cmd.app, name="config")
 app.add_typer(bench_cmd.app, name="bench")

@@ -12,14 +12,7 @@ from hotrack.gateway.devices import environment_of, gpu_of, stated_budgets
 from hotrack.gateway.request import Route
 from hotrack.gateway.routes import Routes
 from hotrack.members.spec import CanarySpec, Deadlines, MemberSpec
-from hotrack.plan.ledger import (
-    MIB,
-    Footprint,
-    GpuLedger,
-    assumed,
-    format_bytes,
-    stated,
-)
+from hotrack.plan.ledger import MIB, DeviceBudget, Footprint, GpuLedger, assumed, format_bytes, stated
 from hotrack.pool.policy import PoolPolicy
 
 T = TypeVar("T")
@@ -64,13 +57,11 @@ def check_budget(config: PoolConfig, weight_bytes: Mapping[str, int]) -> tuple[s
         ConfigError: a member cannot be awake even alone; the message has the arithmetic.
     """
     warnings: list[str] = []
-    for group, budget in stated_budgets(config).items():
-        specs = [spec for spec in member_specs(config) if spec.device_group == group]
-        known = [_footprint(spec, config, weight_bytes.get(spec.name, 0)) for spec in specs]
-        warnings += GpuLedger.of(budget, known).check_each_alone()
-        usual = GpuLedger.of(budget, [_with_process(footprint, config) for footprint in known])
-        for spec in specs:
-            verdict = usual.fits((spec.name,))
+    specs = {spec.name: spec for spec in member_specs(config)}
+    for known, usual in ledgers(config, weight_bytes, stated_budgets(config)):
+        warnings += known.check_each_alone()
+        for name in known.footprints:
+            spec, verdict = specs[name], usual.fits((name,))
             if verdict.spare_bytes < spec.tolerance_bytes:
                 usually = format_bytes(_process_bytes(spec.device))
                 warnings.append(
@@ -80,6 +71,20 @@ def check_budget(config: PoolConfig, weight_bytes: Mapping[str, int]) -> tuple[s
                     f"{verdict.arithmetic}"
                 )
     return tuple(warnings)
+
+
+def ledgers(
+    config: PoolConfig, weight_bytes: Mapping[str, int], budgets: Mapping[str, DeviceBudget]
+) -> list[tuple[GpuLedger, GpuLedger]]:
+    """Per device group that has a budget: what file and model files tell, and the same with the usual size of
+    our engine's processes in it."""
+    found = []
+    for group, budget in budgets.items():
+        specs = [spec for spec in member_specs(config) if spec.device_group == group]
+        known = [_footprint(spec, config, weight_bytes.get(spec.name, 0)) for spec in specs]
+        usual = [_with_process(footprint, config) for footprint in known]
+        found.append((GpuLedger.of(budget, known), GpuLedger.of(budget, usual)))
+    return found
 
 
 def _footprint(spec: MemberSpec, config: PoolConfig, weight_bytes: int) -> Footprint:

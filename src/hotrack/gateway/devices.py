@@ -55,12 +55,15 @@ def torch_knows_cuda() -> bool:
 
 def stated_budgets(config: PoolConfig) -> dict[str, DeviceBudget]:
     """What each device group may use, when the file says so."""
-    memory = config.pool.memory
-    if memory.budget_bytes is None:
-        return {}
+    budget_bytes = config.pool.memory.budget_bytes
+    return {} if budget_bytes is None else budgets_of(config, budget_bytes)
+
+
+def budgets_of(config: PoolConfig, budget_bytes: int) -> dict[str, DeviceBudget]:
+    """``budget_bytes`` for each device group, with the file's margin."""
     groups = dict.fromkeys(model.device_group for model in config.models.values())
-    margin = operator(memory.margin_bytes or 0)
-    return {group: DeviceBudget(memory.budget_bytes, margin=margin, device=group) for group in groups}
+    margin = operator(config.pool.memory.margin_bytes or 0)
+    return {group: DeviceBudget(budget_bytes, margin=margin, device=group) for group in groups}
 
 
 def find_budgets(config: PoolConfig, gpus: Gpus) -> Budgets:
