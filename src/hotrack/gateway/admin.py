@@ -16,6 +16,7 @@ from starlette.routing import Route as Path
 from hotrack.core.errors import HotrackError, ModelNotFoundError, RequestError
 from hotrack.core.lifecycle import MemberState
 from hotrack.core.rounding import rounded
+from hotrack.gateway import dashboard
 from hotrack.gateway.auth import Keys
 from hotrack.gateway.listing import Listing, event_json, status_json, swap_json
 from hotrack.gateway.request import decode_envelope, read_body
@@ -86,6 +87,7 @@ class Admin:
             Path("/api/models/unload", self._for_admins(self.unload), methods=["POST"]),
             Path("/api/models/unload/{model:path}", self._for_admins(self.unload), methods=["POST"]),
             Path("/logs/stream/{model:path}", self._for_admins(self.logs)),
+            *dashboard.routes(),
         ]
         return Starlette(
             routes=routes,

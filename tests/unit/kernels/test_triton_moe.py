@@ -84,14 +84,13 @@ def check_sorted(slots: Tensor, num_experts: int, block_m: int) -> None:
 
 @pytest.mark.parametrize(
     ("T", "k", "E", "block_m"),
-    [(1, 1, 1, 16), (1, 8, 128, 16), (7, 3, 5, 16), (64, 8, 128, 16), (40, 2, 3, 64), (1100, 2, 9, 128),
-     (33, 4, 512, 32)],
+    [(1, 1, 1, 16), (1, 8, 40, 16), (7, 3, 5, 16), (64, 8, 24, 16), (40, 2, 3, 64), (2100, 2, 9, 128),
+     (33, 4, 64, 32)],
 )  # fmt: skip
 def test_choices_by_expert(T: int, k: int, E: int, block_m: int) -> None:
     generator = torch.Generator().manual_seed(T)
     slots = torch.stack([torch.randperm(E, generator=generator)[:k] for _ in range(T)]).to(DEVICE)
-    check_sorted(slots, E, block_m)
-    check_sorted(slots.int(), E, block_m)
+    check_sorted(slots if T % 2 else slots.int(), E, block_m)
 
 
 @pytest.mark.parametrize("T", [17, 2100])
