@@ -1,10 +1,21 @@
 """The server process's socket to rank 0 on an event loop, asyncio's or uvloop's (no torch)."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 
 import zmq
+
+TERM_S = 2.0
+
+
+def end_context(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+    """Its sockets are closed. libzmq was seen to wait for ever when the other end had closed first; whoever
+    shuts down does not wait with it."""
+    ending = threading.Thread(target=context.term, name="hotrack-zmq-end", daemon=True)
+    ending.start()
+    ending.join(TERM_S)
 
 
 class RankSocket:
@@ -38,7 +49,7 @@ class RankSocket:
         if not self._socket.closed:
             self._loop.remove_reader(self._fd)
             self._socket.close(linger=0)
-            self._context.term()
+            end_context(self._context)
 
     def _drain(self) -> None:
         try:

@@ -9,7 +9,7 @@ import uvloop
 import zmq
 
 from hotrack.core.runtime_dir import RuntimeDir
-from hotrack.engine.link import RankSocket
+from hotrack.engine.link import RankSocket, end_context
 
 LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
 
@@ -55,7 +55,8 @@ class Ends:
     def close(self) -> None:
         self.link.close()
         self.link.close()
-        self._context.destroy(linger=0)
+        self.rank.close(linger=0)
+        end_context(self._context)
         self.directory.remove()
 
 

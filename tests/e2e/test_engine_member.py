@@ -24,6 +24,8 @@ from hotrack.members.gpu import Gpus
 from hotrack.members.member import EngineMember, MemberFactory
 from hotrack.members.spec import MIB, Deadlines, MemberSpec
 
+pytestmark = pytest.mark.e2e
+
 SERVER = fakes.fake_engine_server.__file__
 
 
