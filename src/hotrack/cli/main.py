@@ -18,6 +18,7 @@ from hotrack.cli import (
     pull_cmd,
     residency_cmd,
     serve_cmd,
+    soak_cmd,
 )
 from hotrack.core.errors import HotrackError
 
@@ -37,6 +38,7 @@ app.command("chat")(chat_cmd.chat)
 app.command("ps")(ps_cmd.ps)
 app.command("sleep")(residency_cmd.sleep)
 app.command("wake")(residency_cmd.wake)
+app.command("soak")(soak_cmd.soak)
 app.command("plan")(plan_cmd.plan)
 app.command("validate")(config_cmd.validate)
 app.add_typer(config_cmd.app, name="config")
