@@ -279,7 +279,7 @@ class PoolConfig:
         Number(0), 0, key="captureBuffer", differs=_ACCEPTED + "requests are never captured"
     )
     performance: Any = option(Anything(), None, differs=_ACCEPTED + "see /metrics")
-    ui: Any = option(Anything(), None, differs=_ACCEPTED + "there is no activity page")
+    ui: Any = option(Anything(), None, differs=_ACCEPTED + "the dashboard at /ui has no settings")
     upstream: Any = option(Anything(), None, differs=_ACCEPTED + "there is no /upstream passthrough")
     profiles: dict[str, Any] = option(
         MapOf(Anything()), {}, differs=_ACCEPTED + "runtime profiles do not exist here"

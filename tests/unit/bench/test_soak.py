@@ -98,7 +98,7 @@ def test_a_pool_that_keeps_its_promises() -> None:
     ],
 )
 def test_what_is_no_ending_is_found(fault: str, ending: str, broken: str | None) -> None:
-    report = play(Server(fault), seconds=1.2)
+    report = play(Server(fault), seconds=0.6)
     assert report.endings[ending] > 0
     held = report.invariants(5.0)
     assert broken is None or not held[broken]
