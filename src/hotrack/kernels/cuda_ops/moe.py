@@ -1,7 +1,5 @@
 """Experts on a GPU: rows sorted by expert, two grouped products, a weighted sum in a fixed order."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -12,26 +10,16 @@ ALIGN = 16  # bytes: what a row of a grouped product must be a multiple of
 COMBINE_TOKENS = 1024  # tokens whose expert outputs are in float32 at a time
 
 
-def moe_experts(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    slots: Tensor,
-    weights: Tensor,
-    *,
-    activate: Callable[[Tensor], Tensor] = silu_and_mul,
-    combine: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
-) -> Tensor:
-    """As the reference, which also evaluates what the grouped product does not take. ``activate`` and
-    ``combine`` replace the elementwise parts."""
+def moe_experts(x: Tensor, gate_up: Tensor, down: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+    """As the reference, which also evaluates what the grouped product does not take."""
     if not can_group(gate_up, down):
         return reference.moe_experts(x, gate_up, down, slots, weights)
     k = slots.shape[1]
     order, ends = sort_by_expert(slots, len(gate_up))
     rows = x.index_select(0, order // k)
-    hidden = activate(grouped_linear(rows, gate_up, ends))
+    hidden = silu_and_mul(grouped_linear(rows, gate_up, ends))
     y = grouped_linear(hidden, down, ends)
-    return (combine or weighted_sum)(y, inverse_of(order), weights)
+    return weighted_sum(y, inverse_of(order), weights)
 
 
 def can_group(gate_up: Tensor, down: Tensor) -> bool:
