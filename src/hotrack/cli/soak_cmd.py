@@ -65,7 +65,6 @@ def soak(
         restarter = threading.Thread(target=server.restart_at, args=(seconds, restarts), daemon=True)
         restarter.start()
         report = asyncio.run(run.run(_progress))
-        restarter.join(STOP_S)
         report.restarts = server.restarts
         report.left_processes = server.stop()
     facts = _facts(report, options.limit_s) | {"options": vars_of(options)} | provenance(sys.argv)
@@ -91,6 +90,7 @@ class Server:
         self._log = folder / "gateway.log"
         self._random = random.Random(seed)
         self._seen: dict[int, Any] = {}
+        self._over = threading.Event()
 
     def __enter__(self) -> "Server":
         self._start()
@@ -140,6 +140,7 @@ class Server:
             self._end()
             self._start()
             self.restarts += 1
+        self._over.wait()  # the kernel ends a child with the thread that started it
 
     def stop(self) -> int:
         """How many of its processes are still there afterwards."""
@@ -149,8 +150,8 @@ class Server:
             below = psutil.Process(self._process.pid).children(recursive=True)
             self._seen |= {process.pid: process for process in below}
             self._end()
-        gone, alive = psutil.wait_procs(list(self._seen.values()), timeout=5)
-        del gone
+        self._over.set()
+        _, alive = psutil.wait_procs(list(self._seen.values()), timeout=5)
         return len(alive)
 
     def _end(self) -> None:
