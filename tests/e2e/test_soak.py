@@ -34,10 +34,12 @@ def run(folder: Path, *arguments: str, limit_s: float) -> dict[str, object]:
 
 
 def test_short(tmp_path: Path) -> None:
-    report = run(tmp_path, "--seconds", "12", "--clients", "6", "--kill-every", "4", limit_s=110)
+    arguments = ("--seconds", "18", "--clients", "6", "--kill-every", "4", "--restarts", "1")
+    report = run(tmp_path, *arguments, limit_s=115)
     assert all(report["invariants"].values())
     assert report["swaps"] >= 10
     assert report["kills"] >= 1
+    assert report["restarts"] == 1
 
 
 @pytest.mark.slow
