@@ -74,7 +74,7 @@ DERIVED = {
 }
 
 ENVIRONMENT = {
-    "CC": "C compiler for kernels that are built on this machine; default `cc`, `gcc` or `clang`.",
+    "CC": "C compiler for kernels that are built on this machine; without it `cc`, `gcc` or `clang`.",
     "CUDA_VISIBLE_DEVICES": "Which GPUs members may use, in which order; a model's `env` wins.",
     "GLIBC_TUNABLES": "Heap settings of the processes that compute; yours replace hotrack's.",
     "GOMP_SPINCOUNT": "How long the threads of those processes spin at a barrier; yours replaces hotrack's.",

@@ -21,7 +21,7 @@ from hotrack.server.http import json_response, read_request, request_id
 from hotrack.server.member import Member
 from hotrack.server.prompts import chat_prompt, check_num_sequences, completion_prompts
 from hotrack.server.respond import respond_stream, respond_whole
-from hotrack.server.sampling import build_sampling
+from hotrack.server.sampling import budget_field, build_sampling
 
 R = TypeVar("R", bound=GenerationRequest)
 
@@ -38,7 +38,12 @@ class OpenAIEndpoints:
         prompts = [await chat_prompt(request, member.template, member.codec)]
         response_id = f"chatcmpl-{request_id(http)}"
         generation = member.generation(
-            response_id, prompts, sampling, request.priority or 0, param="messages"
+            response_id,
+            prompts,
+            sampling,
+            request.priority or 0,
+            param="messages",
+            budget_param=budget_field(request),
         )
         form = ChatFormat(
             response_id, member.names[0], generation.jobs, prompts, member.codec.decoder, wanted

@@ -46,12 +46,15 @@ class Codec:
         return text
 
 
-def too_long(prompt_tokens: int | str, max_tokens: int, limit: int, param: str) -> ContextLengthError:
-    """OpenAI's sentence, with the numbers. ``param``: the field that holds the prompt."""
+def too_long(
+    prompt_tokens: int | str, max_tokens: int, limit: int, param: str, budget_param: str = "max_tokens"
+) -> ContextLengthError:
+    """OpenAI's sentence, with the numbers. ``param``: the prompt's field; ``budget_param``:
+    the token budget's."""
     asked = f"{prompt_tokens} in the prompt" + (f" and {max_tokens} in the completion" if max_tokens else "")
     return ContextLengthError(
         f"this model's maximum context length is {limit} tokens, prompt and completion together; the "
         f"request has {asked}. "
-        "Shorten the prompt or lower max_tokens",
-        param="max_tokens" if isinstance(prompt_tokens, int) and prompt_tokens < limit else param,
+        f"Shorten the prompt or lower {budget_param}",
+        param=budget_param if isinstance(prompt_tokens, int) and prompt_tokens < limit else param,
     )

@@ -57,8 +57,10 @@ class Member:
         priority: int,
         *,
         param: str,
+        budget_param: str = "max_tokens",
     ) -> Generation:
-        """Sequences for ``prompts`` times ``sampling.n``, not yet submitted. ``param``: the prompts' field.
+        """Sequences for ``prompts`` times ``sampling.n``, not yet submitted. ``param``: the prompts' field;
+        ``budget_param``: the token budget's.
 
         Raises:
             ContextLengthError: a prompt leaves no room for what was asked.
@@ -66,7 +68,7 @@ class Member:
         jobs: list[Job] = []
         serial = next(self._serial)  # a client may send the same request id twice
         for prompt in prompts:
-            max_tokens = token_budget(sampling, len(prompt), self.codec.max_model_len, param)
+            max_tokens = token_budget(sampling, len(prompt), self.codec.max_model_len, param, budget_param)
             packed = pack_tokens(prompt)
             for choice in range(sampling.n):
                 index = len(jobs)

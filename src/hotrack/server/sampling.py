@@ -1,5 +1,6 @@
 """Request fields to ``SamplingParams`` and a token budget."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -35,31 +36,38 @@ def build_sampling(
     values: dict[str, Any] = dict(defaults)
     values |= {name: value for name in _PLAIN if (value := getattr(request, name)) is not None}
     stop = request.stop
-    max_tokens, field = _requested_max_tokens(request)
+    names = {"max_tokens": budget_field(request)}
+    if isinstance(request, ChatCompletionRequest):
+        names["logprobs"] = "top_logprobs"
+    logprobs, logit_bias = _num_logprobs(request), _logit_bias(request.logit_bias or {}, vocab_size)
     try:
         return SamplingParams(
             **values,
-            max_tokens=max_tokens,
+            max_tokens=_requested_max_tokens(request),
             stop=() if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
             stop_token_ids=tuple(request.stop_token_ids or ()),
-            logprobs=_num_logprobs(request),
-            logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),
+            logprobs=logprobs,
+            logit_bias=logit_bias,
         )
     except RequestError as error:
-        if error.param == "max_tokens":
-            error.param, error.message = field, error.message.replace("max_tokens", field, 1)
+        for ours, theirs in names.items():  # no text of the client is in these messages
+            error.message = re.sub(rf"\b{ours}\b", theirs, error.message, count=1)
+        error.param = names.get(error.param or "", error.param)
         raise
 
 
-def token_budget(sampling: SamplingParams, prompt_tokens: int, max_model_len: int, param: str) -> int:
-    """Tokens this sequence may generate: what was asked for, or all that fit. ``param``: the prompt's field.
+def token_budget(
+    sampling: SamplingParams, prompt_tokens: int, max_model_len: int, param: str, budget_param: str
+) -> int:
+    """Tokens this sequence may generate: what was asked for, or all that fit. ``param``: the prompt's field;
+    ``budget_param``: the budget's.
 
     Raises:
         ContextLengthError: prompt and completion do not fit together.
     """
     left = max_model_len - prompt_tokens
     if left < 1 or (sampling.max_tokens or 0) > left:
-        raise too_long(prompt_tokens, sampling.max_tokens or 0, max_model_len, param)
+        raise too_long(prompt_tokens, sampling.max_tokens or 0, max_model_len, param, budget_param)
     return left if sampling.max_tokens is None else sampling.max_tokens
 
 
@@ -70,12 +78,17 @@ def for_choice(sampling: SamplingParams, index: int, fresh_seed: int) -> Samplin
     return replace(sampling, n=1, seed=seed)
 
 
-def _requested_max_tokens(request: GenerationRequest) -> tuple[int | None, str]:
-    if isinstance(request, ChatCompletionRequest):
-        if request.max_completion_tokens is not None:
-            return request.max_completion_tokens, "max_completion_tokens"
-        return request.max_tokens, "max_tokens"
-    return COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens, "max_tokens"
+def budget_field(request: GenerationRequest) -> str:
+    """The field that the token budget is taken from."""
+    newer = isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None
+    return "max_completion_tokens" if newer else "max_tokens"
+
+
+def _requested_max_tokens(request: GenerationRequest) -> int | None:
+    asked: int | None = getattr(request, budget_field(request))
+    if asked is None and isinstance(request, CompletionRequest):
+        return COMPLETION_MAX_TOKENS
+    return asked
 
 
 def _num_logprobs(request: GenerationRequest) -> int | None:

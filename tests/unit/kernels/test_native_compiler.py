@@ -72,10 +72,12 @@ def test_what_is_damaged_or_foreign_is_built_again(source: Path, damage: bytes |
 def test_leftovers_of_dead_builders_go(source: Path) -> None:
     library = build_library(source)
     prefix = library.name.rpartition("-")[0]
-    old, new = (library.parent / f"{prefix}-{name}.tmp" for name in ("old", "new"))
-    for path in (old, new):
+    names = (f"{prefix}-old", "answer-of-other-flags-old", f"{prefix}-new")
+    *old, new = (library.parent / f"{name}.tmp" for name in names)
+    for path in (*old, new):
         path.touch()
-    os.utime(old, (time.time() - 3600,) * 2)
+    for path in old:
+        os.utime(path, (time.time() - 3600,) * 2)
     assert build_library(source) == library
     assert set(library.parent.iterdir()) == {library, new}
 
@@ -112,7 +114,11 @@ def test_a_compiler_that_speaks_no_utf8(source: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     ("cc", "path", "words"),
-    [("gcc '-O2", None, "No closing quotation"), ("", "/nowhere", "no C compiler found")],
+    [
+        ("gcc '-O2", None, "No closing quotation; set CC"),
+        ("/no/such/cc -O2", None, "no program here; set CC"),
+        ("", "/nowhere", "no C compiler found"),
+    ],
 )
 def test_no_usable_compiler(
     source: Path, monkeypatch: pytest.MonkeyPatch, cc: str, path: str | None, words: str

@@ -47,6 +47,8 @@ BAD = [
     (CHAT, chat(max_tokens=True), 400, "invalid_request", "max_tokens"),
     (CHAT, chat(max_tokens=10**30), 400, "invalid_request", "max_tokens"),
     (CHAT, chat(max_tokens=1000), 400, TOO_LONG, "max_tokens"),
+    (CHAT, chat(max_completion_tokens=1000), 400, TOO_LONG, "max_completion_tokens"),
+    (COMPLETIONS, {"prompt": "a", "logprobs": 99}, 400, "invalid_request", "logprobs"),
     (CHAT, user("x" * 600), 400, TOO_LONG, "messages"),
     (CHAT, user("x" * 100_000), 400, TOO_LONG, "messages"),
     (CHAT, chat(n=0), 400, "invalid_request", "n"),
@@ -61,7 +63,7 @@ BAD = [
     (CHAT, chat(stop=["x" * 5000]), 400, "invalid_request", "stop"),
     (CHAT, chat(logit_bias={"a": 1}), 400, "invalid_request", "logit_bias"),
     (CHAT, chat(logit_bias={"99999": 1}), 400, "invalid_request", "logit_bias"),
-    (CHAT, chat(logprobs=True, top_logprobs=21), 400, "invalid_request", "logprobs"),
+    (CHAT, chat(logprobs=True, top_logprobs=21), 400, "invalid_request", "top_logprobs"),
     (CHAT, chat(top_logprobs=3), 400, "invalid_request", "top_logprobs"),
     (CHAT, chat(stream_options={"include_usage": True}), 400, "invalid_request", "stream_options"),
     (CHAT, chat(stream=True, prompt_logprobs=1), 400, "unsupported_parameter", "prompt_logprobs"),
@@ -113,6 +115,27 @@ def test_context_error_has_the_numbers() -> None:
         reply = await call(create_app(scripted_member(ScriptedEngine())), "POST", CHAT, chat(max_tokens=1000))
         for number in ("512", "4", "1000"):
             assert number in reply.error["message"]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("fields", "start"),
+    [
+        ({"logprobs": True, "top_logprobs": 99}, "top_logprobs must be"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens must be"),
+        ({"top_logprobs": 3}, "top_logprobs needs logprobs to be true"),
+        ({"prompt_logprobs": 99}, "prompt_logprobs must be"),
+        (
+            {"min_tokens": 9, "max_completion_tokens": 3},
+            "min_tokens (9) is greater than max_completion_tokens (3)",
+        ),
+    ],
+)
+def test_messages_name_the_clients_field(fields: dict[str, Any], start: str) -> None:
+    async def scenario() -> None:
+        reply = await call(create_app(scripted_member(ScriptedEngine())), "POST", CHAT, chat(**fields))
+        assert reply.error["message"].startswith(start)
 
     asyncio.run(scenario())
 

@@ -44,6 +44,7 @@ def build_library(source: Path, flags: Sequence[str] = ()) -> Path:
         for part in (source, *sorted(source.parent.glob("*.h"))):
             key.update(part.read_bytes())
         _make_private(folder)
+        _remove_leftovers(folder)
         prefix = f"{source.stem}-{key.hexdigest()[:24]}-"
         return _find(folder, prefix) or _compile(command, source, folder, prefix)
     except OSError as error:
@@ -52,13 +53,16 @@ def build_library(source: Path, flags: Sequence[str] = ()) -> Path:
 
 
 def _compiler() -> list[str]:
-    for name in filter(None, (env.c_compiler(), "cc", "gcc", "clang")):
+    chosen = env.c_compiler()  # whoever chose one wants no other
+    for name in (chosen,) if chosen else ("cc", "gcc", "clang"):
         try:
             words = shlex.split(name)
         except ValueError as error:
-            raise NativeUnavailableError(f"CC is {name!r}: {error}") from error
+            raise NativeUnavailableError(f"CC is {name!r}: {error}; set CC to a C compiler") from error
         if words and shutil.which(words[0]):
             return words
+    if chosen:
+        raise NativeUnavailableError(f"CC is {chosen!r}, which is no program here; set CC to a C compiler")
     raise NativeUnavailableError("no C compiler found; install gcc or clang, or set CC")
 
 
@@ -76,15 +80,20 @@ def _is_ours(path: Path, is_kind: Callable[[int], bool]) -> bool:
     return is_kind(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
-def _find(folder: Path, prefix: str) -> Path | None:
-    """A whole library of that name. What is damaged, or was left by a builder that was killed, is removed."""
-    found = None
-    for path in sorted(folder.glob(f"{prefix}*")):
+def _remove_leftovers(folder: Path) -> None:
+    """Files of builders that were killed, whatever they were building."""
+    for path in folder.glob(f"*{_PARTIAL}"):
         with contextlib.suppress(FileNotFoundError):  # another process tidies up, too
-            if path.suffix == _PARTIAL:
-                if time.time() - path.lstat().st_mtime > _TIMEOUT_S:
-                    path.unlink()
-            elif _is_ours(path, stat.S_ISREG) and path.name == _name(prefix, path):
+            if time.time() - path.lstat().st_mtime > _TIMEOUT_S:
+                path.unlink()
+
+
+def _find(folder: Path, prefix: str) -> Path | None:
+    """A whole library of that name. What is damaged is removed."""
+    found = None
+    for path in sorted(folder.glob(f"{prefix}*.so")):
+        with contextlib.suppress(FileNotFoundError):
+            if _is_ours(path, stat.S_ISREG) and path.name == _name(prefix, path):
                 found = path
             else:
                 path.unlink()
